@@ -1,4 +1,4 @@
-//! The built-in rules, each with its own name.
+//! The built-in commit rules: for known programs, which files are one checkpoint and which change completes it.
 
 /// The rules, one on each line, in the language of [`crate::parse_rules`].
 pub const BUILT_IN: &str = "\

@@ -1,9 +1,11 @@
 //! A checkpoint that several hosts write together: the state that each host publishes about its part, and the next
 //! step of each host.
 //!
-//! Each host has its own machine, which sees the changes of that host's programs. The hosts share a directory of the
-//! backing (`firn_transact::NamesBallot`). Each host joins there before its first change. No host sends requests to
-//! another host.
+//! Each host has its own machine (the state machine of commit rules), which sees the changes of that host's programs.
+//! The *event* is the change that completes the checkpoint; *needs* are the conditions for its commit. A host's *part*
+//! is what its programs wrote; an *attempt* is one try to commit all parts. The hosts share a directory of the backing,
+//! the file system below the mount (`firn_transact::NamesBallot`). Each host joins there before its first change. No
+//! host sends requests to another host.
 //!
 //! ```text
 //!   writing ──event──► each host publishes the state of its part ──all closed, needs hold──► attempt N
@@ -250,7 +252,8 @@ fn next_step_between_attempts(
     }
 }
 
-/// Returns the step that begins the next attempt to commit, unless the last attempt failed because the same parts conflict.
+/// Returns the step that begins the next attempt to commit, unless the last attempt failed because the same parts
+/// conflict.
 fn try_to_commit(
     view: &JointView,
     states: &BTreeMap<String, HostState>,

@@ -1,4 +1,5 @@
-//! The language of rules, one rule on each line.
+//! Parser of commit rules, one rule on each line: which files are one checkpoint (the *scope*), which change completes
+//! it (the *event*), and which files it needs.
 //!
 //! ```text
 //! # name   scope          commit                       needs and other words
@@ -137,8 +138,10 @@ pub(crate) fn relative<'a>(path: &'a [u8], dir: &[u8]) -> Option<&'a [u8]> {
 }
 
 impl ScopePattern {
-    /// Returns the scope that contains `path`. If several scopes match, the outermost one is returned.
+    /// Returns the scope (the files of one checkpoint) that contains `path`; `None` if the rule does not concern the
+    /// path. If several scopes match, the outermost one is returned.
     pub(crate) fn find(&self, path: &[u8]) -> Option<FoundScope> {
+        // With `begins=`, only a file that matches this pattern leads to the scope, which is the file's directory.
         if let Some(begins) = &self.begins {
             let top = parent_of(path);
             let name = relative(path, top)?;
@@ -180,7 +183,8 @@ impl ScopePattern {
         self.has_captures && self.tops.has_directories()
     }
 
-    /// Returns the scope that has this top; `None` if the pattern does not match it.
+    /// Returns the scope (the files of one checkpoint) that has this *top*, an uppermost name of it. Returns `None` if
+    /// the rule's pattern does not match the name.
     fn scope_with_top(&self, top: &[u8]) -> Option<FoundScope> {
         let PatternMatch { captures, depth } = self.tops.find(top)?;
         if !self.has_captures {
@@ -301,8 +305,8 @@ impl LineParser<'_> {
         }
     }
 
-    /// Compiles the pattern in a word. `kinds` are the kinds of the scope's captures. `prefix` is the regular expression
-    /// before the pattern.
+    /// Compiles the pattern in a word. `kinds` are the kinds of the scope's captures. `prefix` is the regular
+    /// expression before the pattern.
     fn compile_pattern(
         &self,
         word: Word<'_>,
@@ -314,7 +318,8 @@ impl LineParser<'_> {
         })
     }
 
-    /// Parses the line. Returns `None` if the line has only a comment or nothing.
+    /// Parses a line of the rule language: name, scope, event and options. Returns `None` if the line has only a
+    /// comment or nothing. An error names the position and what was expected.
     fn parse_rule(&self, line: &str) -> Result<Option<Rule>, RuleError> {
         let code = line.split_once('#').map_or(line, |(code, _)| code);
         let words: Vec<Word<'_>> = code
@@ -360,7 +365,8 @@ impl LineParser<'_> {
         Ok(Some(rule))
     }
 
-    /// Parses the scope of a rule. `options` are the words after the event, of which `begins=` belongs to the scope.
+    /// Parses the scope of a rule, which says what files are one checkpoint. `options` are the words after the event,
+    /// of which `begins=` belongs to the scope. `kinds` are the kinds of text that the captures `{…}` match.
     fn parse_scope(
         &self,
         scope: Word<'_>,
@@ -391,8 +397,8 @@ impl LineParser<'_> {
         })
     }
 
-    /// Returns the value of the word `begins=`; `None` if there is no such word. Fails unless the scope is a
-    /// directory.
+    /// Returns the value of the option `begins=`, a pattern for the files with which a checkpoint begins. Returns
+    /// `None` if there is no such word. Fails unless the rule's scope is a directory.
     fn begins_word<'a>(
         &self,
         options: &[Word<'a>],
@@ -428,7 +434,8 @@ impl LineParser<'_> {
         Ok(is_dir)
     }
 
-    /// Parses words such as `T=number`, which set the kind of the capture `{T}` of the scope.
+    /// Parses words such as `T=number`, which set the kind of text that the capture `{T}` in the scope's pattern
+    /// matches. Returns the kind of each capture; without such a word it is `text`.
     fn capture_kinds(
         &self,
         scope: Word<'_>,
@@ -464,7 +471,9 @@ impl LineParser<'_> {
         }
     }
 
-    /// Parses the event of a rule. `names` are the captures of the scope, the only ones that the event may use.
+    /// Parses the event of a rule, the change that completes a checkpoint. `is_dir` says whether the scope is a
+    /// directory. `names` are the captures `{…}` of the scope, the only ones that the event may use; `kinds` are their
+    /// kinds of text.
     fn parse_event(
         &self,
         word: Word<'_>,
@@ -501,7 +510,9 @@ impl LineParser<'_> {
         Ok(event_on(target))
     }
 
-    /// Parses the file or directory that an event concerns. The parameters are those of [`LineParser::parse_event`].
+    /// Parses the file or directory that the event of a rule concerns: the scope (the files of one checkpoint) itself,
+    /// a path in it, or a name beside it. `is_dir` says whether the scope is a directory. `names` are the captures
+    /// `{…}` of the scope, the only ones that the event may use; `kinds` are their kinds of text.
     fn parse_event_target(
         &self,
         target: Word<'_>,
@@ -550,8 +561,8 @@ impl LineParser<'_> {
         Ok(EventTarget::Beside(pattern))
     }
 
-    /// Parses a word after the event, such as `keep=3` or `*=same`, and adds its meaning to the rule. Words that
-    /// other functions parse (`begins=` and kinds of captures) are skipped.
+    /// Parses a word after the event, such as `keep=3` or `*=same`, and adds its meaning to the rule. Words that other
+    /// functions parse (`begins=` and kinds of captures) are skipped. `names` are the captures of the scope.
     fn parse_option(
         &self,
         word: Word<'_>,
@@ -610,7 +621,7 @@ impl LineParser<'_> {
         }
     }
 
-    /// Parses the number of files that a condition requires.
+    /// Parses the number of files that a condition of a rule requires before a checkpoint may be committed.
     fn parse_required_count(&self, value: Word<'_>) -> Result<RequiredCount, RuleError> {
         match value.text {
             "writers" => Ok(RequiredCount::Writers),
@@ -646,7 +657,8 @@ pub const RULES_BYTES_MAX: usize = 64 << 10;
 /// Maximum number of rules of one mount.
 pub const RULES_MAX: usize = 256;
 
-/// Parses the rules in a text. Each rule must have a different name. `source_name` is shown in error messages.
+/// Parses the commit rules in a text, one on each line. Each rule must have a different name. `source_name` is shown in
+/// error messages.
 pub fn parse_rules(text: &str, source_name: &str) -> Result<Vec<Rule>, RuleError> {
     let mut rules: Vec<Rule> = Vec::new();
     for (index, line) in text.lines().enumerate() {

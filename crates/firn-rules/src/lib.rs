@@ -1,10 +1,11 @@
 //! Commit rules define which changes of a program form one checkpoint, and when that checkpoint is complete. The
 //! program itself need not know Firn.
 //!
-//! A rule names a scope, the event that completes the scope, and the conditions for its commit ([`parse_rules`]).
-//! [`BUILT_IN`] has rules for known programs. [`Machine`] receives the operations of programs and returns when a
-//! transaction begins, commits or aborts. The machine knows no file system. firnd drives it with the operations of a
-//! mount, and `firn rules test` drives it with a recorded list of operations ([`trace`]).
+//! A *rule* names a *scope* (the files of one checkpoint), the *event* that completes it, and the conditions for its
+//! commit ([`parse_rules`]). [`BUILT_IN`] has rules for known programs. [`Machine`] receives the operations of programs
+//! and returns when a transaction begins, commits or aborts. The machine knows no file system. firnd, the process that
+//! serves a mount, drives it with the operations of the mount. `firn rules test` drives it with a recorded list of
+//! operations ([`trace`]).
 
 mod built_in;
 pub mod joint;

@@ -1,5 +1,5 @@
-//! The state machine of commit rules. Its input is the operations of programs; its output is begins, commits and aborts
-//! of scopes. It does no I/O.
+//! The state machine of commit rules, which say what files are one checkpoint and when it is complete. Its input is the
+//! operations of programs; its output is begins, commits and aborts of checkpoints. It does no I/O.
 //!
 //! Terms
 //! * A *scope* is one checkpoint that programs write: some names in a directory and all below them. These names are its
@@ -55,7 +55,8 @@ pub const NOT_OPEN: u64 = u64::MAX;
 pub enum Ending {
     /// The file was closed by close(2), or the process exited with status 0.
     Success,
-    /// The end of the process closed the file. The exit status, which is reported separately, shows whether it succeeded.
+    /// The end of the process closed the file. The exit status, which is reported separately, shows whether it
+    /// succeeded.
     Exit,
     /// The process ended by a signal, with another exit status, or in an unknown way.
     Failure,
@@ -330,7 +331,7 @@ impl StepOrder {
 }
 
 impl Scope {
-    /// Creates an empty scope.
+    /// Creates an empty scope (the files of one checkpoint), which programs write or remove, as `purpose` says.
     fn new(key: ScopeKey, purpose: ScopePurpose) -> Self {
         Self {
             key,
@@ -401,7 +402,8 @@ impl Scope {
         has_ended && !has_failed && self.removed_tops == self.tops
     }
 
-    /// Gives the files at or below `from` their new names after a rename to `to`.
+    /// Gives the files of this checkpoint at or below `from` their new names after a rename to `to`. Files that existed
+    /// before it and are not written again yet (`unwritten`) count as written after the rename.
     fn rename_files(&mut self, from: &[u8], to: &[u8]) {
         let new_path = |path: &[u8]| [to, &path[from.len()..]].concat();
         let renamed_files: Vec<Vec<u8>> = self
@@ -558,7 +560,8 @@ impl Machine {
         })
     }
 
-    /// Returns the state of this host's part of a scope, which the host publishes to the other hosts.
+    /// Returns the state of this host's part of a scope (the files of one checkpoint that several hosts write). The
+    /// host publishes it to the other hosts.
     fn host_state(&self, scope: &Scope) -> HostState {
         let rule = &self.rules.rules()[scope.key.rule];
         let newest = self.newest_committed(scope.key.rule, &scope.key.dir);
@@ -570,7 +573,8 @@ impl Machine {
             + scope.operations_under_way
             + scope.closed_by_exit.len()
             + usize::from(awaits_event);
-        // A finished removal waits for a newer checkpoint. It counts a living writer, so that the hosts do not abort it.
+        // A finished removal waits for a newer checkpoint. It counts a living writer, so that the hosts do not abort
+        // it.
         let living = living_writers.max(usize::from(!is_write));
         let mut needs = Vec::new();
         if is_write {
@@ -636,8 +640,8 @@ impl Machine {
             .find_map(|(index, need)| self.obstacle_of_joint_need(index, need, states))
     }
 
-    /// Returns the reason why a condition is not met by the parts of all hosts together. `index` is the place of the
-    /// condition in its rule.
+    /// Returns the reason why a condition for a commit is not met by the parts of all hosts together; `None` if it is
+    /// met. `index` is the place of the condition in its rule, and `states` has what each host published of its part.
     fn obstacle_of_joint_need(
         &self,
         index: usize,
@@ -834,9 +838,9 @@ impl Machine {
         outermost
     }
 
-    /// Returns the scope to which a name beside it (a marker) refers. This is the newest open scope that fits the
-    /// captures of the marker, or else the scope with these captures. Returns `None` without captures and without
-    /// an open scope.
+    /// Returns the scope (the files of one checkpoint) to which a name beside it (a marker) refers. This is the newest
+    /// open scope that fits `captures`, the variable parts of the marker's name, or else the scope with these captures.
+    /// Returns `None` without captures and without an open scope.
     fn scope_of_marker(&self, rule: usize, path: &[u8], captures: &Captures) -> Option<FoundScope> {
         let dir = parent_of(path);
         let newest_open = self.scopes.values().rev().find(|scope| {
@@ -943,8 +947,8 @@ impl Machine {
         Ok(entered)
     }
 
-    /// Returns the scope that a rename belongs to, and adds the actions that begin or extend it. Refuses a rename from
-    /// one open scope into another.
+    /// Returns the scope (the files of one checkpoint) that a rename belongs to, and adds the actions that begin or
+    /// extend it. Returns `None` if no rule concerns either name. Refuses a rename from one open scope into another.
     fn enter_scope_of_rename(
         &mut self,
         process: u32,
@@ -988,7 +992,8 @@ impl Machine {
         Some(self.describe_wait(self.open_scope_of(path)?))
     }
 
-    /// Ends all scopes at the end of the mount. Incomplete scopes are aborted.
+    /// Ends all scopes (each has the files of one checkpoint) at the end of the mount. Incomplete scopes are aborted,
+    /// for `reason`. Returns the aborts and commits that the caller must carry out.
     ///
     /// The removal of a whole checkpoint by programs that ended well is committed, unless a newer checkpoint was
     /// begun after it and is incomplete.
@@ -1110,8 +1115,8 @@ impl Machine {
         words.join(&0)
     }
 
-    /// Ends an open scope of several directories if a change belongs to the next checkpoint in these directories. Returns
-    /// whether the scope has ended, so that the change begins a new scope.
+    /// Ends an open scope (the files of one checkpoint) of several directories if a change belongs to the next
+    /// checkpoint there. Returns whether the scope has ended, so that the change begins a new scope.
     ///
     /// The transaction of such a scope contains all its directories, so the next checkpoint cannot have a second
     /// transaction there. If the scope cannot be committed yet, both checkpoints become one scope. With several hosts,
@@ -1185,8 +1190,9 @@ impl Machine {
         self.join_scope(number, process, ScopePurpose::Write);
     }
 
-    /// Adds names in the directory of a scope to its tops, the uppermost names that belong to the scope. A name that
-    /// lies in the scope already is not added.
+    /// Adds names in the directory of a scope (the files of one checkpoint) to its tops, the uppermost names that
+    /// belong to it. A name that lies in the scope already is not added. Adds the action that extends the scope's
+    /// transaction.
     fn add_tops(&mut self, number: ScopeNumber, paths: &[&[u8]], actions: &mut Vec<Action>) {
         let Some(scope) = self.scopes.get_mut(&number) else {
             return;
@@ -1236,8 +1242,8 @@ impl Machine {
 
     /// Records that an operation has ended, and returns the actions that follow from it.
     ///
-    /// `entered` is the scope that [`Machine::enter_operation`] returned. `is_made` is false if the operation
-    /// failed or was not made.
+    /// `entered` is the scope (the files of one checkpoint) that [`Machine::enter_operation`] returned. `is_made` is
+    /// false if the operation failed or was not made.
     pub fn finish_operation(
         &mut self,
         process: u32,
@@ -1280,7 +1286,8 @@ impl Machine {
         }
     }
 
-    /// Updates the open scope of a file that was created or opened for writing.
+    /// Updates the open scope (the files of one checkpoint) of a file that was created or opened for writing. Does
+    /// nothing if the file is in no open scope.
     fn apply_open(&mut self, process: u32, path: &[u8], handle: u64) {
         let job = self.job_of(process);
         let Some(number) = self.open_scope_of(path) else {
@@ -1315,7 +1322,8 @@ impl Machine {
         self.try_commit(number, actions);
     }
 
-    /// Updates the scope of an open file that was closed.
+    /// Updates the scope (the files of one checkpoint) of an open file that was closed. Commits the scope if the close
+    /// completes it. `handle` identifies the open file.
     ///
     /// If the end of a process closed the file, the close counts only after the process is known to have succeeded.
     fn close_handle(
@@ -1351,7 +1359,8 @@ impl Machine {
         }
     }
 
-    /// Records the event of a scope if this close of a file is the event, and commits the scope if it is complete.
+    /// Records the event of a scope, the change that completes a checkpoint, if this close of a file is the event.
+    /// Commits the scope if it is complete.
     fn apply_close(&mut self, number: ScopeNumber, path: &[u8], actions: &mut Vec<Action>) {
         let Some(scope) = self.scopes.get_mut(&number) else {
             return;
@@ -1369,7 +1378,8 @@ impl Machine {
         self.try_commit(number, actions);
     }
 
-    /// Updates the open scope of a name that was removed. Commits the scope if the removal completes it.
+    /// Updates the open scope (the files of one checkpoint) of a name that was removed. Commits the scope if the
+    /// removal completes it. A *top* is an uppermost name of a scope.
     fn apply_removal(&mut self, path: &[u8], actions: &mut Vec<Action>) {
         let Some(number) = self.open_scope_of(path) else {
             return;
@@ -1390,8 +1400,8 @@ impl Machine {
         self.try_commit(number, actions);
     }
 
-    /// Updates the open scope of a rename: its files, open files and tops get their new names. Commits the scope if
-    /// the rename completes it.
+    /// Updates the open scope (the files of one checkpoint) of a rename: its files, open files and tops (uppermost
+    /// names) get their new names. Commits the scope if the rename completes it.
     fn apply_rename(&mut self, from: &[u8], to: &[u8], actions: &mut Vec<Action>) {
         let Some(number) = self.open_scope_of(to).or_else(|| self.open_scope_of(from)) else {
             return;
@@ -1444,7 +1454,8 @@ impl Machine {
         actions
     }
 
-    /// Updates an open scope after the end of a writer. The writer is not among the living writers any more.
+    /// Updates an open scope (the files of one checkpoint) after the end of a process that wrote in it. The process is
+    /// not among the living writers any more. Commits or aborts the scope if that decides it.
     fn end_writer(
         &mut self,
         number: ScopeNumber,
@@ -1495,7 +1506,8 @@ impl Machine {
             ScopePurpose::Removal => {
                 let scope = self.scopes.get_mut(&number).expect("found above");
                 if scope.removed_tops != scope.tops {
-                    // The program succeeded, so it removed only what it meant to remove. The remaining part is complete.
+                    // The program succeeded, so it removed only what it meant to remove. The remaining part is
+                    // complete.
                     scope.purpose = ScopePurpose::PartialRemoval;
                 }
                 self.try_commit(number, actions);
@@ -1505,8 +1517,8 @@ impl Machine {
         }
     }
 
-    /// Commits a written scope without writers if it is complete. Aborts it otherwise, unless a job that has succeeded so
-    /// far continues.
+    /// Commits a written scope (the files of one checkpoint) that has no living writers, if it is complete. Aborts it
+    /// otherwise, unless a job (a process with all that it started) that has succeeded so far continues.
     fn end_abandoned_write(&mut self, number: ScopeNumber, actions: &mut Vec<Action>) {
         let rule = self.scopes[&number].key.rule;
         let ends_with_next = self.ends_with_next(rule);
@@ -1532,8 +1544,8 @@ impl Machine {
         )
     }
 
-    /// Adds the abort of a scope to the actions. Removals of the same rule and directory record that a newer scope
-    /// failed.
+    /// Adds the abort of a scope (the files of one checkpoint) to the actions. Removals of earlier checkpoints of the
+    /// same rule and directory record that a newer scope failed.
     fn abort_scope(&mut self, number: ScopeNumber, reason: &str, actions: &mut Vec<Action>) {
         let Some(scope) = self.scopes.get_mut(&number) else {
             return;
@@ -1573,8 +1585,8 @@ impl Machine {
         }
     }
 
-    /// Returns the reason why a removal cannot be committed now. The last complete checkpoint is removed only after
-    /// a newer one is committed.
+    /// Returns the reason why the removal of a checkpoint by programs cannot be committed now; `None` if it can. The
+    /// last complete checkpoint is removed only after a newer one is committed.
     fn obstacle_of_removal(&self, scope: &Scope) -> Option<String> {
         if scope.removed_tops != scope.tops {
             return Some("the end of its removal".to_owned());
@@ -1592,7 +1604,8 @@ impl Machine {
         Some(waits_for.to_owned())
     }
 
-    /// Returns the reason why a written checkpoint cannot be committed now.
+    /// Returns the reason why a written checkpoint cannot be committed now; `None` if it can. Its *event* is the change
+    /// that completes it, and its conditions say which files it must have.
     fn obstacle_of_write(&self, scope: &Scope) -> Option<String> {
         let rule = &self.rules.rules()[scope.key.rule];
         if scope.has_failed {
@@ -1618,7 +1631,8 @@ impl Machine {
             .find_map(|need| self.obstacle_of_need(scope, need, rule.scope.is_dir))
     }
 
-    /// Returns the reason why a condition of a scope is not met. Returns `None` if it is met.
+    /// Returns the reason why a condition for the commit of a scope (the files of one checkpoint) is not met. Returns
+    /// `None` if it is met. `is_dir` says whether the rule's scopes are directories.
     fn obstacle_of_need(&self, scope: &Scope, need: &Condition, is_dir: bool) -> Option<String> {
         let newest = self.newest_committed(scope.key.rule, &scope.key.dir);
         let found = scope.count_for(need, is_dir);
@@ -1664,8 +1678,8 @@ impl Machine {
         actions.push(Action::Commit { scope: number });
     }
 
-    /// Records that the caller has committed a scope, and returns the actions that this makes possible: commits of
-    /// other scopes, and a check for excess checkpoints.
+    /// Records that the caller has committed a scope (the files of one checkpoint, or their removal). Returns the
+    /// actions that this makes possible: commits of other scopes, and a check for excess checkpoints.
     pub fn record_committed(&mut self, number: ScopeNumber) -> Vec<Action> {
         let mut actions = Vec::new();
         let Some(scope) = self.scopes.remove(&number) else {
@@ -1710,9 +1724,9 @@ impl Machine {
     /// Returns the removals of the complete checkpoints in a directory beyond the number that the rule keeps, the
     /// oldest first. Returns none if the rule keeps all.
     ///
-    /// `names` are the names in the directory. `linked` are the tops to which a link in it leads. Checkpoints with such
-    /// tops, and open checkpoints, are kept. The removals begin at once; changes of these checkpoints wait until the
-    /// checkpoints are removed.
+    /// `names` are the names in the directory. `linked` are the tops (uppermost names of checkpoints) to which a link
+    /// in it leads. Checkpoints with such tops, and open checkpoints, are kept. The removals begin at once; changes of
+    /// these checkpoints wait until the checkpoints are removed.
     pub fn rotate(
         &mut self,
         rule: usize,
@@ -1737,8 +1751,9 @@ impl Machine {
 
     /// Returns the complete checkpoints in a directory, the oldest first.
     ///
-    /// Checkpoints that existed before this machine come first, in the order of their steps. Those that this machine
-    /// saw committed follow, in the order of their commits. Names without a step are never rotated.
+    /// Checkpoints that existed before this machine come first, in the order of their steps (the numbers in their
+    /// names). Those that this machine saw committed follow, in the order of their commits. Names without a step are
+    /// left out, so they are never removed as excess.
     fn complete_scopes(
         &self,
         rule: usize,
@@ -1792,8 +1807,8 @@ impl Machine {
         committed
     }
 
-    /// Begins the removal of a complete checkpoint. No program can change the checkpoint until the caller reports
-    /// the result.
+    /// Begins the removal of a complete checkpoint, because the rule keeps fewer. Returns the action for the caller. No
+    /// program can change the checkpoint until the caller reports the result.
     fn begin_removal(&mut self, complete: CommittedScope) -> Action {
         self.last_number += 1;
         let number = self.last_number;

@@ -1,4 +1,4 @@
-//! Patterns for paths, compiled to regular expressions over bytes.
+//! Patterns for paths in commit rules (which files are one checkpoint), compiled to regular expressions over bytes.
 //!
 //! The syntax: `*` matches any characters but `/`, `?` one such character, `[…]` a class of characters, and `**` any
 //! characters. `{name}` is a capture, and `|` separates alternatives.
@@ -33,8 +33,8 @@ pub(crate) type Captures = BTreeMap<String, Vec<u8>>;
 /// Regular expression for one character of a file name.
 const NAME_CHARACTER: &str = "[^/]";
 
-/// Translates one alternative to a regular expression without anchors. `start` is the position of the alternative in
-/// its pattern, for the positions of errors.
+/// Translates one alternative of a pattern for paths to a regular expression without anchors. `start` is the position
+/// of the alternative in its pattern, for the positions of errors. `kinds` are the kinds of text that captures match.
 fn translate_alternative(
     text: &str,
     start: usize,
@@ -98,8 +98,8 @@ fn translate_class(class: &str) -> Result<String, &'static str> {
     Ok(format!("[{negation}{characters}]"))
 }
 
-/// Translates the text between `{` and `}`, the name of a capture. `regex` is the expression before the capture. The
-/// error is a message.
+/// Translates a capture of a pattern, `{name}`, to a group of a regular expression. `regex` is the expression before
+/// the capture, and `kinds` says what text each capture matches. The error is a message.
 fn translate_capture(
     name: &str,
     regex: &str,
@@ -175,7 +175,8 @@ pub(crate) struct PatternMatch {
 }
 
 impl Pattern {
-    /// Compiles a pattern. `prefix` is a regular expression before each alternative.
+    /// Compiles a pattern for paths; `|` separates its alternatives. `prefix` is a regular expression before each
+    /// alternative. `kinds` says what text each capture `{name}` matches.
     pub(crate) fn new(
         text: &str,
         kinds: &BTreeMap<String, CaptureKind>,
@@ -196,6 +197,7 @@ impl Pattern {
             let expression = format!("{prefix}{}", translate_alternative(path, start, kinds)?);
             alternatives.push(compile(&expression));
             bare_expressions.push(without_captures(&expression));
+            // The number of path components that the alternative matches; 1 if it varies.
             depths.push(if alternative.contains("**") {
                 1
             } else {

@@ -1,4 +1,6 @@
-//! The rules of a mount, compiled into one set of patterns. The module also reads the value of the option `rules`.
+//! The commit rules of a mount, compiled into one set of patterns. The module also reads the option `rules`.
+//!
+//! A *rule* names a *scope* (the files of one checkpoint) and the *event* (the change that completes it).
 //!
 //! A path is looked up once, in one pass over its bytes, whatever the number of rules ([`RuleSet::locate`]). Captures
 //! are computed only for the rules that this pass finds. Nothing in this module takes a lock.
@@ -77,7 +79,8 @@ pub struct CheckpointOfPath {
 }
 
 impl RuleSet {
-    /// Returns the checkpoint that contains a path, according to the patterns alone.
+    /// Returns the checkpoint that contains a path, according to the patterns of the rules alone; `None` if no rule
+    /// matches. Whether the checkpoint was ever written does not matter.
     pub fn checkpoint_of(&self, path: &[u8]) -> Option<CheckpointOfPath> {
         // The outermost scope of all rules counts.
         let (rule, found) = self
@@ -206,7 +209,8 @@ pub enum RuleSetError {
     },
 }
 
-/// Loads the rules that `list` names.
+/// Loads the commit rules that `list` names: names of built-in rules and paths of files with rules, separated by
+/// commas. Fails if two rules have the same name.
 ///
 /// `read` returns the content of a file, of which it reads at most [`RULES_BYTES_MAX`] + 1 bytes.
 pub fn load_rules(

@@ -1,4 +1,5 @@
-//! Replays recorded operations of programs and reports what the rules do.
+//! Replays recorded operations of programs and reports what the commit rules do. A rule says which changes are one
+//! checkpoint, and when the checkpoint is complete.
 //!
 //! Each line is one operation, `PROCESS OPERATION PATH…`, or a line of `strace -f`:
 //!
@@ -80,7 +81,7 @@ const WORDS: [&str; 12] = [
     "exit", "kill",
 ];
 
-/// Parses a trace in Firn's own form or in the form of strace.
+/// Parses a trace, which is a recorded list of operations of programs, in Firn's own form or in the form of strace.
 ///
 /// `top` is the directory to which the paths of strace are made relative. Operations on paths elsewhere are left out.
 pub fn parse_trace(text: &str, top: &str) -> Result<Vec<TraceLine>, TraceError> {
@@ -112,7 +113,8 @@ pub fn parse_trace(text: &str, top: &str) -> Result<Vec<TraceLine>, TraceError> 
     Ok(steps)
 }
 
-/// Parses a line in Firn's own form. Returns the process and the operation, or a message that says what was expected.
+/// Parses a line of a trace in Firn's own form, such as `1 open PATH`. Returns the process and the operation, or a
+/// message that says what was expected. The line is not empty.
 fn parse_line(line: &str) -> Result<(u32, TraceStep), String> {
     let words: Vec<&str> = line.split_ascii_whitespace().collect();
     let process = words[0].parse().map_err(|_| {
@@ -197,8 +199,8 @@ impl Strace {
         is_call || call.starts_with("+++ ") || call.starts_with("--- ") || call.starts_with("<... ")
     }
 
-    /// Splits the process id from the call. The forms are `[pid 12] call`, `12 call`, `12 1700000000.5 call` and
-    /// `call`. Without a process id the process is 1.
+    /// Splits the process id from the system call in a line of strace. The forms are `[pid 12] call`, `12 call`,
+    /// `12 1700000000.5 call` and `call`. Without a process id the process is 1.
     fn split_process(line: &str) -> (u32, &str) {
         const DEFAULT_PROCESS: u32 = 1;
         if let Some(after_bracket) = line.strip_prefix("[pid")
@@ -255,7 +257,8 @@ impl Strace {
         TraceStep::Kill
     }
 
-    /// Returns the operation of a system call; `None` if the call failed or changes no file below the top.
+    /// Returns the operation of a system call in a line of strace. Returns `None` if the call failed or changes no file
+    /// below the top, the directory of the trace.
     fn parse_call(&mut self, process: u32, line: &str) -> Option<TraceStep> {
         let (name, after_name) = line.split_once('(')?;
         let (arguments, result) = after_name.rsplit_once(" = ")?;
@@ -378,7 +381,7 @@ impl TracePlayer {
         self.machine.rules().locate(path.as_bytes())
     }
 
-    /// Updates the set of existing names after an operation.
+    /// Updates the set of existing names after an operation of the trace.
     fn update_names(&mut self, step: &TraceStep) {
         let names = &mut self.names;
         match step {
@@ -408,7 +411,7 @@ impl TracePlayer {
         }
     }
 
-    /// Replays one line.
+    /// Replays one line of the trace: makes its operation, and carries out what the commit rules require.
     pub fn play(&mut self, line: &TraceLine) {
         self.update_names(&line.step);
         let process = line.process;
@@ -424,6 +427,7 @@ impl TracePlayer {
                 let path = &self.machine.rules().locate_file(path.as_bytes());
                 self.run(line, &Operation::Open { path, handle });
             }
+            // A write changes nothing for the rules: the file is open.
             TraceStep::Write(..) => {}
             TraceStep::Close(path) => {
                 let index = self
@@ -481,7 +485,8 @@ impl TracePlayer {
         self.carry_out(line.line, actions);
     }
 
-    /// Makes one operation with all actions that the rules require. A refused operation is recorded and not made.
+    /// Makes one operation of the trace with all actions (begin, commit, abort) that the rules require before and after
+    /// it. A refused operation is recorded and not made.
     fn run(&mut self, line: &TraceLine, operation: &Operation<'_>) {
         self.machine.record_job(line.process, STARTING_PROCESS);
         let entered = match self.machine.enter_operation(line.process, operation) {
@@ -508,7 +513,8 @@ impl TracePlayer {
         }
     }
 
-    /// Carries out one action. Records it after its effect on the scopes, and before the further actions.
+    /// Carries out one action that the machine of commit rules requires for a scope (the files of one checkpoint).
+    /// Records it after its effect on the scopes, and before the further actions.
     fn carry_out_one(&mut self, line: usize, action: Action) {
         let no_reason = String::new();
         match action {
@@ -570,7 +576,8 @@ impl TracePlayer {
             .retain(|name| !tops.iter().any(|top| suffix_below(name, top).is_some()));
     }
 
-    /// Records one reaction of the rules.
+    /// Records one reaction of the rules to the line of the trace with number `line`. `what` is the kind, such as
+    /// `begin` or `commit`.
     fn record(
         &mut self,
         line: usize,

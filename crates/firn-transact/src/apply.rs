@@ -1,7 +1,9 @@
-//! [`Apply`]: applies a change log to the backing, forward (redo) or backward (undo).
+//! [`Apply`]: applies a change log to the backing (the directory below the mount), forward (redo) or backward (undo).
 //!
-//! All changes of transactions are applied here: commits (redo), restores of earlier commits (undo), and aborts in
-//! shadow mode (undo of a log that [`crate::shadow`] makes from the saved state).
+//! The log has an *entry* for each object that a transaction changes. All changes of transactions are applied here:
+//! * commits (redo), and restores of earlier commits (undo);
+//! * aborts in *shadow mode*, in which the backing has the changes at once (undo of a log that [`crate::shadow`] makes
+//!   from the saved state).
 //!
 //! Terms
 //! * A name is *removed* or *added* by the application if the object has it only before or only after it.
@@ -61,7 +63,8 @@ struct EntryChange<'a> {
 }
 
 impl<'a> EntryChange<'a> {
-    /// Returns the entry as an application in this direction sees it.
+    /// Returns an entry of a change log (what a transaction changes in one object) in the direction in which the log is
+    /// applied: forward for a commit (redo), backward to restore the old tree (undo).
     fn new(entry: &'a Entry, direction: Direction) -> Self {
         match direction {
             Direction::Redo => Self {
@@ -150,8 +153,10 @@ pub(crate) struct Apply<'a, B: Backing> {
 }
 
 impl<'a, B: Backing> Apply<'a, B> {
-    /// Prepares the application of a log. Nothing is changed yet. `device` is the device number of the top of the
-    /// backing.
+    /// Prepares the application of a change log to the backing `base`. Nothing is changed yet.
+    ///
+    /// `device` is the device number of the backing's top. `dirs` are directories of the transaction: `new/` has new
+    /// objects and bytes, `away/` gets objects that have lost one name and not got the next.
     pub(crate) fn new(
         base: &'a B,
         device: u64,
@@ -193,7 +198,11 @@ impl<'a, B: Backing> Apply<'a, B> {
         self.staging_dirs.insert(name.to_owned(), inode);
     }
 
-    /// Applies the log. After an error the application can be repeated from the start.
+    /// Applies the change log to the backing. After an error or a crash the application can be repeated from the start,
+    /// because each step skips what is done already.
+    ///
+    /// The order of the steps: data, removed names, added names, attributes. Attributes of directories come after all
+    /// changes of names, which set times.
     pub(crate) fn run(&mut self) -> Result<()> {
         let changes: Vec<EntryChange<'a>> = self.changes.values().copied().collect();
         self.make_shared_dirs()?;
@@ -201,9 +210,11 @@ impl<'a, B: Backing> Apply<'a, B> {
         for change in changes.iter().filter(|change| change.entry.is_dir) {
             self.find_object(change.entry.number)?;
         }
+        // Several hosts apply their logs. The old times show later whether another host changed an object.
         if self.is_shared {
             self.store_mtimes(&changes)?;
         }
+        // Files that become shorter free the space that later writes may need.
         if self.direction == Direction::Undo {
             for change in &changes {
                 self.shorten_file(change)?;
@@ -230,7 +241,10 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(())
     }
 
-    /// For a shared log, makes or finds the new directories that other hosts may make as well, and returns them.
+    /// Makes the new directories that several hosts may make under the same names, or finds those that another host has
+    /// made. Returns all of them.
+    ///
+    /// Does nothing unless the log is *shared*: several hosts commit one transaction, each with its own log.
     pub(crate) fn make_shared_dirs(&mut self) -> Result<Vec<MadeDir<B>>> {
         let mut waiting_changes = self.shared_dir_changes();
         let numbers: BTreeSet<u64> = waiting_changes
@@ -248,6 +262,7 @@ impl<'a, B: Backing> Apply<'a, B> {
                     waiting_changes.push(change);
                     continue;
                 }
+                // Without its parent the directory cannot be made here; the later steps report that.
                 let Some(parent_inode) = self.find_object(*parent)? else {
                     continue;
                 };
@@ -266,7 +281,8 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(made_dirs)
     }
 
-    /// Returns the changes that make directories which other hosts may make as well. Empty if the log is not shared.
+    /// Returns the changes that make directories which other hosts may make as well. Empty if the log is not shared,
+    /// which means that no other host commits the same transaction.
     fn shared_dir_changes(&self) -> Vec<EntryChange<'a>> {
         if !self.is_shared {
             return Vec::new();
@@ -285,8 +301,8 @@ impl<'a, B: Backing> Apply<'a, B> {
             .collect()
     }
 
-    /// Makes a directory that other hosts may make as well, or finds the one that another host has made. Sets its
-    /// attributes in both cases.
+    /// Makes the directory `name` in `dir`, or finds the one that another host of the transaction has made. Sets its
+    /// attributes in both cases, to those of the new directory that was staged in the transaction's own directory.
     fn find_or_make_dir(
         &mut self,
         change: &EntryChange<'a>,
@@ -332,8 +348,8 @@ impl<'a, B: Backing> Apply<'a, B> {
         self.find_object_for(number, &mut Vec::new())
     }
 
-    /// Does the work of [`Self::find_object`]. `searched` has the numbers of the objects whose searches led to this
-    /// one.
+    /// Finds the object that has `number` in the log, wherever it is in the tree or in the transaction's directories.
+    /// Returns `None` if it is not found. `searched` has the numbers of the objects whose searches led to this one.
     ///
     /// The search for an object looks for the directories of its names first.
     fn find_object_for(
@@ -365,7 +381,10 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(found_inode)
     }
 
-    /// Looks for an object under its names in the tree, in `away/`, and then at its staged paths.
+    /// Looks for an object of the log under its names in the tree, then in `away/` (objects between two names), and
+    /// then at its staged paths in the transaction's directory. Returns `None` if it is at none of them.
+    ///
+    /// The names come in the order in which the object gets them, so that a repeated application finds it.
     fn search_names(
         &mut self,
         change: &EntryChange<'a>,
@@ -454,9 +473,11 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(())
     }
 
-    /// Writes the files for which [`EntryChange::only_writes_inline`] is true, several at a time, and sets their times.
+    /// Writes the files that only get a few new bytes, which the log itself has (inline bytes). Writes several files at
+    /// a time, and sets their times.
     ///
-    /// Files that are not found under their unchanged names are left to the later steps.
+    /// Files that are not found under their unchanged names are left to the later steps, and so are all files if there
+    /// are few of them or if several hosts commit the transaction.
     fn write_inline_changes(&mut self, changes: &[EntryChange<'a>]) -> Result<()> {
         let inline_changes: Vec<_> = changes
             .iter()
@@ -476,8 +497,8 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(())
     }
 
-    /// Writes one file for [`Self::write_inline_changes`]. Returns false, without a write, if the file is not found or
-    /// has another size than the log expects.
+    /// Writes one file that gets all its new bytes from the log (inline), and sets its times. Returns false, without a
+    /// write, if the file is not found or has another size than the log expects; the later steps then change it.
     fn write_inline_change(&self, change: &EntryChange<'a>) -> Result<bool> {
         let inode = self.find_by_unchanged_name(change)?;
         let (Some(data), Some(inode)) = (&change.side.data, inode) else {
@@ -510,7 +531,11 @@ impl<'a, B: Backing> Apply<'a, B> {
         }
     }
 
-    /// Changes size and bytes of a file. Does nothing if only the size changes and the file has it already.
+    /// Changes size and bytes of a file of the log. The new bytes come from the log or from the staged copy, a file in
+    /// the transaction's directory.
+    ///
+    /// Does nothing if the entry is complete, has no data, or belongs to an object that is not found. Does nothing
+    /// either if only the size changes and the file has it already.
     fn write_data(&mut self, change: &EntryChange<'a>) -> Result<()> {
         if self.completed_entries.contains(&change.entry.number) {
             return Ok(());
@@ -522,6 +547,7 @@ impl<'a, B: Backing> Apply<'a, B> {
             return Ok(());
         };
         let size = self.base.attr(&inode)?.size;
+        // In a shared log, a file that grows may have got bytes behind its end from another host's log.
         let may_grow = self.is_shared && data.grows;
         let changes_only_size = data.written.is_empty() && data.cut >= data.size;
         let has_size = size == data.size || (may_grow && size > data.size);
@@ -561,8 +587,10 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(())
     }
 
-    /// Writes one range. `copy` is the staged copy of the file, opened for reading, and `size` the new size of the
-    /// file.
+    /// Writes one range of a file, with bytes from the log, from `copy` or from another file of the transaction.
+    ///
+    /// `copy` is the staged copy, a file in the transaction's directory, opened for reading; `None` if no range needs
+    /// it. `size` is the new size of the file. Fails with ESTALE if bytes are missing.
     fn write_range(
         &mut self,
         range: &WrittenRange,
@@ -589,15 +617,16 @@ impl<'a, B: Backing> Apply<'a, B> {
         }
     }
 
-    /// Removes the old names of an object, as far as they still lead to it.
+    /// Removes the old names of an object of the log, as far as they still lead to it.
     ///
     /// The object itself must not be removed while it is still needed:
-    /// * the first old name moves to the staged path of an object that an undo may need;
-    /// * otherwise it moves to `away/` if the object gets a new name, or if it is a directory, which
-    ///   [`Self::remove_dir`] removes when it is empty;
+    /// * if an undo may need the object, its first old name moves to a staged path in the transaction's directory;
+    /// * otherwise it moves to `away/` (objects between two names) if the object gets a new name, or if it is a
+    ///   directory, which [`Self::remove_dir`] removes when it is empty;
     /// * all further names are unlinked.
     fn remove_old_names(&mut self, change: &EntryChange<'a>) -> Result<()> {
         for entry_name in change.removed_names {
+            // A directory that is gone has no names. A name that leads elsewhere was removed by an earlier attempt.
             let Some(dir) = self.find_object(entry_name.dir)? else {
                 continue;
             };
@@ -624,8 +653,9 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(())
     }
 
-    /// Moves an object from `name` in `dir` to the staged path at which an undo finds it. Returns false, without a
-    /// move, if no undo needs the object or if it is there already under another of its names.
+    /// Moves an object from `name` in `dir` to the path in the transaction's directory at which an undo of the commit
+    /// finds it. Returns false, without a move, if no undo needs the object or if it is there already under another of
+    /// its names.
     fn move_to_staged_path(
         &mut self,
         change: &EntryChange<'a>,
@@ -646,14 +676,15 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(true)
     }
 
-    /// Adds those new names of an object that are missing. The directories of these names get their own new names
-    /// first.
+    /// Adds those new names of an object of the log that are missing. The directories of these names get their own new
+    /// names first, in recursive calls. Fails with ESTALE if a directory is not found.
     fn add_new_names(&mut self, change: EntryChange<'a>) -> Result<()> {
         let number = change.entry.number;
         let has_shared_name = self.made_dirs.contains(&number);
         if change.added_names.is_empty() || has_shared_name {
             return Ok(());
         }
+        // A recursive call may have done the work already.
         let is_first_call = self.entries_with_new_names.insert(number);
         if !is_first_call {
             return Ok(());
@@ -670,8 +701,8 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(())
     }
 
-    /// Adds one new name of an object. Moves the object from `away/` or from its staged path; if it is in neither,
-    /// links it under one more name.
+    /// Adds the name `name` in `dir` to an object of the log. Moves the object from `away/` (objects between two names)
+    /// or from its staged path in the transaction's directory; if it is in neither, links it under one more name.
     fn add_name(&mut self, change: &EntryChange<'a>, dir: &B::Inode, name: &OsStr) -> Result<()> {
         let no_flags = RenameFlags::empty();
         let away_name = change.away_name();
@@ -695,7 +726,10 @@ impl<'a, B: Backing> Apply<'a, B> {
         self.base.link(&inode, dir, name).map(drop)
     }
 
-    /// Sets the attributes of an object after all names and data have changed.
+    /// Sets the attributes of an object after all names and data have changed. They are in the log, or those of the
+    /// staged copy, a file in the transaction's directory.
+    ///
+    /// Does nothing if the entry is complete or has no attributes, or if the object is not found.
     fn set_attributes(&mut self, change: &EntryChange<'a>) -> Result<()> {
         let side = change.side;
         let is_complete = self.completed_entries.contains(&change.entry.number);
@@ -728,7 +762,9 @@ impl<'a, B: Backing> Apply<'a, B> {
             .set_times(inode, set_or_keep(side.atime), set_or_keep(side.mtime))
     }
 
-    /// Copies attributes from the staged copy. In a shared log without a change of owner, mode or extended attributes,
+    /// Copies the attributes of the staged copy, an object in the transaction's directory, to the object itself.
+    ///
+    /// In a shared log (several hosts commit one transaction) without a change of owner, mode or extended attributes,
     /// only the modification time is copied, because another host may have set the other attributes.
     fn copy_attributes(
         &mut self,

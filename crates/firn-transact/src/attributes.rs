@@ -1,9 +1,11 @@
-//! [`Objects`]: attributes of objects, with the changes of a transaction.
+//! [`Objects`]: attributes of files and directories, with the changes of an open transaction.
 //!
-//! A changed object has its attributes in its staged copy, which is made at the first change that needs a copy. A file
-//! with a few overwritten bytes has no staged copy; its new times are in memory with these bytes. While a commit is
-//! being applied, attributes come from the tables, which have those of the copy
-//! ([`crate::object::Change::frozen_attr`]).
+//! A changed object has its attributes in its *staged copy*: a file or directory in the transaction's own directory,
+//! which is made at the first change that needs a copy. A file with a few overwritten bytes has no staged copy; its new
+//! times are in memory with these bytes (*inline changes*). While a commit is being applied, attributes come from the
+//! tables in memory, which have those of the copy ([`crate::object::Change::frozen_attr`]).
+//!
+//! The *scope* of a transaction is what it covers. The *backing* is the directory below the mount.
 
 use std::ffi::OsStr;
 use std::sync::Arc;
@@ -59,8 +61,8 @@ impl<B: Backing> ChangedAttributes<B> {
 }
 
 impl<B: Backing> LowerBacking<B> {
-    /// Makes a staged object `name` in `staging_dir`, with the attributes and the size of `inode` and without its data.
-    /// Returns the attributes of `inode`.
+    /// Makes a copy `name` of an object in `staging_dir`, a directory of the transaction, with the attributes and the
+    /// size of `inode` and without its data. Returns the attributes of `inode`.
     ///
     /// An object of that name, which an earlier attempt left, is replaced.
     pub(crate) fn copy_object(
@@ -86,7 +88,8 @@ impl<B: Backing> LowerBacking<B> {
         Ok(attr)
     }
 
-    /// Makes an object `name` in `staging_dir` of the kind and size of `inode`, whose attributes are `attr`.
+    /// Makes an object `name` in `staging_dir`, a directory of the transaction, of the kind and size of `inode`. `attr`
+    /// are the attributes of `inode`; only kind, size and device number are taken from it.
     fn make_empty_copy(
         &self,
         kind: Kind,
@@ -146,7 +149,8 @@ impl<B: Backing> Objects<B> {
         }
     }
 
-    /// Returns the attributes of an object as programs see them.
+    /// Returns the attributes of an object as programs see them, with the changes of an open transaction. Fails with
+    /// ESTALE if the object was made in a transaction that was aborted.
     pub(crate) fn read_attr(&self, object: &Object<B>) -> Result<Attr> {
         let claimed = object.state.acquire_shared();
         let change = claimed
@@ -154,6 +158,7 @@ impl<B: Backing> Objects<B> {
             .change
             .as_deref()
             .map(ChangedAttributes::from_change);
+        // While a commit is applied to the backing, the attributes from before the first step count.
         if let Some(frozen_attr) = change.as_ref().and_then(|change| change.frozen_attr) {
             return Ok(frozen_attr);
         }
@@ -173,9 +178,9 @@ impl<B: Backing> Objects<B> {
 
     /// Returns the attributes of an object with `change`, which an open transaction has made.
     ///
-    /// `inode` is the object in the backing; `None` if it is new. A changed file has the identity of `inode`, the
-    /// blocks of both, and all other attributes of the staged copy. Link count and times take changes of names into
-    /// account.
+    /// `inode` is the object in the backing; `None` if it is new. The *staged copy* of a changed file has the written
+    /// bytes until the commit. A changed file has the identity of `inode`, the blocks of both, and all other attributes
+    /// of the staged copy. Link count and times take changes of names into account.
     fn read_changed_attr(
         &self,
         object: &Object<B>,
@@ -200,8 +205,10 @@ impl<B: Backing> Objects<B> {
         Ok(attr)
     }
 
-    /// Returns the attributes that the backing's object `inode` and the staged copy have together, before changes of
-    /// names are taken into account.
+    /// Returns the attributes that the backing's object `inode` and its staged copy (which has the changed bytes and
+    /// attributes until the commit) have together. Changes of names are not taken into account.
+    ///
+    /// `inode` is `None` if the object is new; all of it is then in the staged copy.
     fn read_staged_attr(
         &self,
         object: &Object<B>,
@@ -242,15 +249,19 @@ impl<B: Backing> Objects<B> {
         self.change_staged_copy(object, change, |change| change.changes_attributes = true)
     }
 
-    /// Calls `change` for the staged copy of an object, and `record_change` for the object's change in the transaction.
-    /// The copy is made first if there is none. Without a transaction in buffer mode, `change` is called for the object
-    /// in the backing.
+    /// Changes attributes of an object: calls `change` for the object's staged copy, which has the changes until the
+    /// commit, and `record_change` for the entry in the transaction's tables. The copy is made first if there is none.
+    ///
+    /// Outside of transactions, and if the transaction makes changes at once (shadow mode), only `change` is called,
+    /// for the object in the backing.
     fn change_staged_copy(
         &self,
         object: &Arc<Object<B>>,
         change: impl FnOnce(&B::Inode) -> Result<()>,
         record_change: impl FnOnce(&mut Change<B>),
     ) -> Result<()> {
+        // Waits while a transaction of the object is prepared or being committed. In shadow mode the old state is then
+        // saved.
         let (_data, scope) = self.admission.enter_data_change(object)?;
         let Some(scope) = self.originals.buffering_scope(scope, object, NO_BYTES)? else {
             let claimed = object.state.acquire_shared();
@@ -264,12 +275,15 @@ impl<B: Backing> Objects<B> {
         if let Some(object_change) = &mut claimed.edit().change {
             record_change(object_change);
         }
+        // The check acquires the object's state itself.
         drop(claimed);
         scope.check_changed(object);
         Ok(())
     }
 
-    /// Sets the times of an object, in memory if the object has inline changes and only its modification time is set.
+    /// Sets the times of an object: in the backing, or in the object's staged copy if a transaction keeps its changes
+    /// back until the commit. If the file has inline changes (a few new bytes in memory), a modification time is set in
+    /// memory, too.
     pub(crate) fn set_times_of(
         &self,
         object: &Arc<Object<B>>,
@@ -291,7 +305,11 @@ impl<B: Backing> Objects<B> {
         })
     }
 
-    /// Makes the staged copy of an object if it has none. Inline changes, which are in memory, are written to the copy.
+    /// Makes the staged copy of an object if it has none: an object in the transaction's directory, which has the
+    /// changed bytes and attributes until the commit. Inline changes, which are in memory, are written to the copy.
+    ///
+    /// `claimed` is the exclusive lock of the object's state. Fails with ESTALE if the object was made in a transaction
+    /// that was aborted.
     pub(crate) fn stage_copy(
         &self,
         scope: &Scope<B>,
@@ -310,6 +328,7 @@ impl<B: Backing> Objects<B> {
             }
             (change.number, change.inline.clone())
         };
+        // A new object is a staged copy itself.
         let Some(inode) = claimed.base() else {
             return Ok(());
         };
@@ -334,8 +353,10 @@ impl<B: Backing> Objects<B> {
         Ok(())
     }
 
-    /// Makes the staged copy of an object of the backing, named by the number of the change. Returns the copy, and the
-    /// attributes of the object in the backing.
+    /// Makes the staged copy of an object of the backing, in the directory of the transaction `scope`. The copy has the
+    /// attributes and the size of `inode` and no data. Its name is `number`, that of the object's change.
+    ///
+    /// Returns the copy, and the attributes of the object in the backing.
     fn make_staged_copy(
         &self,
         scope: &Scope<B>,
@@ -361,8 +382,9 @@ impl<B: Backing> Objects<B> {
     }
 }
 
-/// Returns the attributes of a changed object: the identity of the object in the backing, the blocks of both, and all
-/// other attributes of the staged copy. Only the copy of a file has the object's size and blocks.
+/// Returns the attributes of an object that a transaction has changed: the identity of the object in the backing, and
+/// the other attributes of its staged copy, which has the changes until the commit. Only a copy of a file has the
+/// object's size; a file has the blocks of both.
 fn merge_attr(kind: Kind, base_attr: &Attr, copy_attr: &Attr) -> Attr {
     let (size, blocks) = if kind == Kind::File {
         (copy_attr.size, base_attr.blocks + copy_attr.blocks)

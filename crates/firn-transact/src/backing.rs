@@ -1,5 +1,6 @@
-//! The traits of a backing for [`TransactionalBacking`]: each call goes to the part that does it.
+//! [`TransactionalBacking`] as a file system: each call of the backing's traits goes to the part that does it.
 //!
+//! A *backing* is a file system whose files a mount shows; [`TransactionalBacking`] is a layer over another backing.
 //! Objects and files may be in a transaction. Calls that transactions do not change go to the backing below.
 
 use std::ffi::OsStr;
@@ -69,7 +70,8 @@ impl<B: Backing> Names for TransactionalBacking<B> {
         self.namespace.look_up(parent, name)
     }
 
-    /// A file gets the lane that follows from its name, because layers above transactions never choose a lane.
+    /// Creates a file and opens it. The file gets the lane (I/O server) that follows from its name, because layers
+    /// above transactions never choose a lane.
     fn create_placed(
         &self,
         caller: &Caller,
@@ -195,6 +197,7 @@ impl<B: Backing> Files for TransactionalBacking<B> {
     }
 
     fn resize(&self, file: &TrackedFile<B>, resize: Resize) -> Result<bool> {
+        // The bytes from this offset on may change, so their old state may have to be saved.
         let lowest_offset = match resize {
             Resize::To(len) => return self.file_data.set_len_tracked(file, len).map(|()| true),
             Resize::AtLeast(len) | Resize::Finish(len) => len,
@@ -208,7 +211,8 @@ impl<B: Backing> Files for TransactionalBacking<B> {
         if let Some(is_done) = resized {
             return Ok(is_done);
         }
-        // A transaction in buffer mode has the file. Its staged copy is resized in terms of the size that programs see.
+        // A transaction keeps changes of the file back until the commit (buffer mode). Its staged copy is resized, in
+        // terms of the size that programs see.
         let present_len = || Ok(self.objects.read_attr(&file.object)?.size);
         let set_len = |len| self.file_data.set_len_tracked(file, len);
         resize_by_set_len(resize, present_len, set_len)
@@ -258,8 +262,9 @@ impl<B: Backing> Files for TransactionalBacking<B> {
         }
     }
 
-    /// Adopts an object without a name, which belongs to no transaction. The exception is an object that a transaction
-    /// removed and an abort would restore.
+    /// Takes over an open file from the firnd (server of the mount) before this one. The file has no name, so it
+    /// belongs to no transaction. The exception is a file that a transaction removed at once and an abort would
+    /// restore.
     fn adopt(&self, descriptor: OwnedFd) -> Result<AdoptedBy<Self>> {
         let adopted = self.lower.base.adopt(descriptor)?;
         let base = &self.lower.base;

@@ -1,5 +1,8 @@
 //! Backups of prepared transactions: a commit can be completed from its backup if the host and `.firn/` are lost.
 //!
+//! `.firn/` is Firn's own directory in the backing, which is the directory below the mount. It has the *staged files*:
+//! bytes that the commit moves or copies into the visible tree.
+//!
 //! ```text
 //! tx-N-TOKEN/DIR-M      bytes of the staged file `new/DIR/M` of a transaction
 //! tx-N-TOKEN/manifest   the change log with objects by path, and a list of the files with the bytes

@@ -2,15 +2,19 @@
 //!
 //! A log is the difference between two trees, object by object. Each [`Entry`] has the names that its object has only
 //! before and only after the transaction. The *redo* part of an entry has the data and attributes after the
-//! transaction, the *undo* part those before. Both refer to bytes in the log itself or in staged copies. A log does not
-//! change while it is applied. So after a crash the same log is applied again from its start.
+//! transaction, the *undo* part those before. Both refer to bytes in the log itself or in *staged copies*, files in the
+//! transaction's directory `tx-N`. A log does not change while it is applied. So after a crash the same log is applied
+//! again from its start.
+//!
+//! In *buffer mode* changes are kept back until the commit. In *shadow mode* they are made at once, and the old state
+//! is saved.
 //!
 //! | use | file | entries |
 //! |---|---|---|
 //! | buffer mode | `tx-N/record`, `tx-N/commit` | all objects, redo parts; with `history` undo parts, too |
 //! | shadow mode | `tx-N/saved/INO.K` | one object before its first change, the undo part only |
 //! | restore | `undo-N/commit`, `tx-N/undo` | the log of a commit, applied backward |
-//! | backup | `tx-N-TOKEN/manifest` | all objects, redo parts, found by path, and a table of what is staged |
+//! | backup | `tx-N-TOKEN/manifest` | all objects by path, redo parts, and a table of the staged copies |
 //!
 //! A file with a log is sealed ([`firn_format::sealed`]) with the magic `FIRNTXLG`; the payload is [`ChangeLog`] as
 //! postcard writes it. Every name in a log that was decoded is a single path component.
@@ -278,7 +282,8 @@ pub struct Entry {
 }
 
 impl Entry {
-    /// Returns the entry of an object without any change.
+    /// Returns the entry of an object without any change. `number` is that of the object in the log, and `identity` its
+    /// inode number in the backing.
     pub fn new(number: u64, identity: Identity, is_dir: bool) -> Self {
         Self {
             number,
@@ -297,7 +302,8 @@ impl Entry {
         }
     }
 
-    /// Checks that no name of this entry leads out of its directory.
+    /// Checks that no name of this entry leads out of its directory; fails with [`LogError`] otherwise. A decoded log
+    /// may be damaged.
     fn check_names(&self) -> Result<(), LogError> {
         for entry_name in self.names() {
             check_name(&entry_name.name)?;
@@ -445,7 +451,8 @@ impl ChangeLog {
         Ok(log)
     }
 
-    /// Checks that no name of this log leads out of the directory that the log describes.
+    /// Checks that no name of this log leads out of the scope, the directory that the transaction covers. The one
+    /// exception is a new name of the scope itself (`top`) in its parent.
     pub(crate) fn check_names(&self) -> Result<(), LogError> {
         must_be(is_path(&self.scope))?;
         if let Some(top) = &self.top {
@@ -486,8 +493,10 @@ impl ChangeLog {
 }
 
 impl Entry {
-    /// Checks the entry of a log that can be applied to a copy of the backing. `numbers` and `staged` are the objects
-    /// and staged paths of the log.
+    /// Checks the entry of a portable log, which can be applied to a copy of the backing because it finds objects by
+    /// path. Fails with [`LogError`] if the entry refers to anything else.
+    ///
+    /// `numbers` are the objects that the log has, and `staged` the paths of the new bytes that come with it.
     fn check_portable(
         &self,
         numbers: &BTreeSet<u64>,

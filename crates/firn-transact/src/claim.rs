@@ -1,8 +1,7 @@
-//! Claims: shared or exclusive use of one resource, across calls of the backing.
+//! Claims: read-write locks that a thread may hold while it calls the backing, the file system below the mount.
 //!
-//! A claim is a read-write lock that a thread may hold while it calls the backing. Ordinary locks must not be held
-//! then, because the call may hang. Each claim guards one resource: the names of one transaction, one object, or one
-//! backup (docs/internals/locks.md).
+//! Ordinary locks must not be held then, because the call may hang. Each claim guards one resource: the names of one
+//! transaction, one object, or one backup (docs/internals/locks.md).
 //!
 //! Promises
 //! * A thread that holds a claim may call the backing.

@@ -1,4 +1,4 @@
-//! Conflicts between the hosts of one transaction (CprFS, section 5).
+//! Conflicts between hosts that change one tree in a common transaction (section 5 of the paper on CprFS).
 //!
 //! Terms
 //! * An *access* is a read or a write of a range of a file by a process of this host.
@@ -7,8 +7,8 @@
 //! * A *conflict* is a range of a file that processes of two hosts access, one of them for writing, or a name or an
 //!   attribute that one host changed and another host changed or used.
 //!
-//! A host's firnd records accesses in a [`Log`] while a transaction is open. At the commit each host publishes its
-//! list and searches the lists of all hosts with [`find_conflicts`].
+//! firnd, the process that serves the mount, records accesses in an [`AccessLog`] while a transaction is open. At the
+//! commit each host publishes its list and searches the lists of all hosts with [`find_conflicts`].
 //!
 //! Promises
 //! * All hosts have the same lists and come to the same result.

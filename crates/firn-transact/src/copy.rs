@@ -1,4 +1,5 @@
-//! Copying data from one file to another, in the same backing or between a backing and its backup.
+//! Copies data from one file to another, in the same backing (the directory below a mount) or between a backing and its
+//! backup.
 
 use std::ops::{ControlFlow, Range};
 
@@ -36,7 +37,8 @@ pub(crate) enum CopyError {
     Stopped,
 }
 
-/// Copies a range through memory. Calls `visit` with each block before the block is written; `visit` may stop the copy.
+/// Copies a range of a file to the same range of another file, through memory. Calls `visit` with each block before the
+/// block is written; `visit` may stop the copy. The error says whether the source or the target failed.
 pub(crate) fn copy_blocks<B: Backing>(
     source: OpenFile<'_, B>,
     target: OpenFile<'_, B>,
@@ -82,7 +84,8 @@ pub(crate) fn copy_with_holes<B: Backing>(
     clear_range(base, target, offset..range.end)
 }
 
-/// Copies a range without holes: by a call of the backing if it supports that, otherwise through memory.
+/// Copies a range without holes to the same range of another file: by a call of the backing (the file system that has
+/// both) if it supports that, otherwise through memory.
 fn copy_data<B: Backing>(
     base: &B,
     source: &B::File,
@@ -103,7 +106,8 @@ fn copy_data<B: Backing>(
     Ok(())
 }
 
-/// Copies a range by reads and writes of this process. Bytes after the end of the source count as zeros.
+/// Copies a range of a file to the same range of another file, by reads and writes of this process. Bytes after the end
+/// of the source count as zeros.
 fn copy_data_through_memory<B: Backing>(
     base: &B,
     source: &B::File,
@@ -129,7 +133,8 @@ fn copy_data_through_memory<B: Backing>(
     }
 }
 
-/// Makes a range a hole. If the backing cannot do so, writes zeros.
+/// Makes a range of a file a hole. If the backing `base`, the file system that has the file, cannot do so, writes
+/// zeros.
 fn clear_range<B: Backing>(base: &B, file: &B::File, range: Range<u64>) -> Result<()> {
     if range.is_empty() {
         return Ok(());

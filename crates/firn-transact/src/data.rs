@@ -1,20 +1,20 @@
 //! [`FileData`]: reads and writes of file data, with the changes of an open transaction.
 //!
 //! Terms
-//! * The *lower file* of an object is its file in the backing. The *staged copy* is another file of the backing, in the
-//!   directory of the transaction.
+//! * The *lower file* of an object is its file in the backing, the directory below the mount. The *staged copy* is
+//!   another file of the backing, in the directory of the transaction, with the bytes that the transaction wrote.
 //! * An *inline change* is a small change in memory only ([`crate::inline_changes`]).
 //! * The *cut* is the lowest size that the file had in the transaction: old bytes from the cut on are gone.
 //!
-//! In a transaction in buffer mode the bytes of a file have up to three sources:
+//! In a transaction in buffer mode (changes are kept back until the commit) a file's bytes have up to three sources:
 //! * a range that the transaction wrote comes from the staged copy, or from memory if the change is inline;
 //! * other bytes below the cut come from the lower file;
 //! * all other bytes are a hole.
 //!
-//! Outside of transactions, and in shadow mode, every call goes to the lower file.
+//! Outside of transactions, and in shadow mode (changes go to the backing at once), every call goes to the lower file.
 //!
-//! Lock order: first the admission of the change, then the claim of the object (`Object::state`). The admission
-//! prevents transactions from beginning, being prepared or ending during the call.
+//! Lock order: first the admission of the change, then the object's read-write lock (`Object::state`, a claim). The
+//! admission prevents transactions from beginning, being prepared or ending during the call.
 
 use std::io::IoSlice;
 use std::os::fd::OwnedFd;
@@ -106,7 +106,12 @@ impl<B: Backing> ObjectState<B> {
         self.resolve_and_copy(offset, size, &mut [])
     }
 
-    /// Does what [`Self::resolve_at`] does. If the bytes are in memory, it also copies those that fit into `buf`.
+    /// Returns where the bytes of a file from `offset` on are, and where this part of the file ends. If they are in
+    /// memory (inline changes), also copies those that fit into `buf`. `size` is the size that programs see.
+    ///
+    /// In a transaction that keeps its changes back, written bytes are in the staged copy, a file in the transaction's
+    /// directory. Other bytes are in the lower file (the file in the backing), up to the cut: the lowest size that the
+    /// file had in the transaction.
     fn resolve_and_copy(&self, offset: u64, size: u64, buf: &mut [u8]) -> FilePart {
         if let Some(inline) = self.inline() {
             return resolve_inline(inline, offset, size, buf);
@@ -182,7 +187,9 @@ impl<B: Backing> FileData<B> {
         }
     }
 
-    /// Opens an object. The lower file is not kept open; the first read or write opens it again.
+    /// Opens a file for a program. The file in the backing is not kept open; the first read or write opens it again.
+    ///
+    /// Fails with ESTALE if the object was made in a transaction that was aborted.
     pub(crate) fn open_tracked(
         &self,
         object: &Arc<Object<B>>,
@@ -234,8 +241,9 @@ impl<B: Backing> FileData<B> {
         self.read_from_all_sources(&file.object, &state, buf, offset)
     }
 
-    /// Reads bytes that may come from several sources, part by part. Returns how many bytes lie below the end of the
-    /// file.
+    /// Reads bytes of a file that a transaction has changed, part by part: from memory, from the staged copy (the
+    /// written bytes, until the commit), from the file in the backing, or as zeros. Returns how many of the requested
+    /// bytes lie below the end of the file.
     fn read_from_all_sources(
         &self,
         object: &Object<B>,
@@ -280,7 +288,9 @@ impl<B: Backing> FileData<B> {
         Ok(count)
     }
 
-    /// Writes to an object: to the lower file outside of a transaction, otherwise to memory or to the staged copy.
+    /// Writes to a file: to the backing's file outside of a transaction, and after its old bytes were saved in shadow
+    /// mode. Otherwise (buffer mode) to memory or to the staged copy, a file with the changed bytes until the commit.
+    /// Returns the number of bytes written.
     ///
     /// The caller ensures that no transaction begins, is prepared or ends during the call.
     fn write_object(
@@ -325,8 +335,8 @@ impl<B: Backing> FileData<B> {
             .advise(staged_file, finished_windows, PageAdvice::WriteOut);
     }
 
-    /// Writes several parts, with one call of the backing where no transaction has the file. Returns the number of
-    /// bytes written.
+    /// Writes several parts of a file. Uses one call of the backing unless a transaction keeps the file's changes back
+    /// until its commit. Returns the number of bytes written.
     pub(crate) fn write_tracked(
         &self,
         file: &TrackedFile<B>,
@@ -348,10 +358,11 @@ impl<B: Backing> FileData<B> {
         write_parts_singly(parts, |part| self.write_part(file, part))
     }
 
-    /// Runs `change` on the lower file, while no transaction begins or ends. `lowest_offset` is that of the changed
-    /// bytes.
+    /// Runs `change` on the file in the backing, while no transaction begins or ends. `lowest_offset` is that of the
+    /// changed bytes; in shadow mode the old bytes from there on are saved first.
     ///
-    /// Returns `None` without a call of `change` if a transaction in buffer mode has the file.
+    /// Returns `None` without a call of `change` if a transaction in buffer mode has the file: it keeps changes back
+    /// until the commit.
     pub(crate) fn change_lower_file<T>(
         &self,
         file: &TrackedFile<B>,
@@ -372,8 +383,9 @@ impl<B: Backing> FileData<B> {
         change(&lower_file).map(Some)
     }
 
-    /// Runs `query` on the file that has all bytes of the object. Returns `None` if there is no such file, or if it
-    /// cannot be opened.
+    /// Runs `query` on the file of the backing that has all bytes of the object: the file itself, or the staged copy of
+    /// a file that a transaction made. Returns `None` if the bytes are in several places, or if the file cannot be
+    /// opened.
     pub(crate) fn query_lower_file<T>(
         &self,
         file: &TrackedFile<B>,
@@ -451,10 +463,14 @@ impl<B: Backing> FileData<B> {
         }
     }
 
-    /// Sets the size of a file. In a transaction the bytes from the new size on are cut off in the staged copy.
+    /// Sets the size of a file. In a transaction that keeps its changes back until the commit (buffer mode), the bytes
+    /// from the new size on are cut off in the staged copy, a file in the transaction's directory. Otherwise the file
+    /// in the backing changes.
     pub(crate) fn set_len_tracked(&self, file: &TrackedFile<B>, len: u64) -> Result<()> {
         file.check_writable(Errno::INVAL)?;
         let object = &file.object;
+        // Waits while a transaction of the file is prepared or being committed. In shadow mode the cut-off bytes are
+        // then saved.
         let (_data, scope) = self.admission.enter_data_change(object)?;
         let Some(scope) = self.originals.buffering_scope(scope, object, len)? else {
             let state = object.state.acquire_shared();
@@ -467,15 +483,18 @@ impl<B: Backing> FileData<B> {
         let staged_file = object.lower_file(&self.lower.base, &state, target)?;
         self.lower.base.set_len(&staged_file, len)?;
         if let Some(change) = &mut state.edit().change {
+            // Old bytes from the lowest size on do not come back if the file grows again.
             change.cut = change.cut.min(len);
             change.written.cut(len);
         }
+        // The check acquires the object's state itself.
         drop(state);
         scope.check_changed(object);
         Ok(())
     }
 
-    /// Does what fallocate(2) does. In a transaction, EOPNOTSUPP is returned for modes that move bytes within the file.
+    /// Does what fallocate(2) does, in the file of the backing, or in the staged copy (the changed bytes until the
+    /// commit) of a transaction in buffer mode. There, modes that move bytes within the file fail with EOPNOTSUPP.
     pub(crate) fn allocate_tracked(
         &self,
         file: &TrackedFile<B>,
@@ -487,6 +506,7 @@ impl<B: Backing> FileData<B> {
         let object = &file.object;
         let (_data, scope) = self.admission.enter_data_change(object)?;
         let only_allocates = mode & !libc::FALLOC_FL_KEEP_SIZE == 0;
+        // In shadow mode the old bytes from here on are saved before they change.
         let changed_from = if only_allocates { NO_BYTES } else { offset };
         let Some(scope) = self
             .originals
@@ -512,16 +532,19 @@ impl<B: Backing> FileData<B> {
             && state.base.is_some()
             && let Some(change) = &mut state.change
         {
+            // The commit must copy the zeros, too.
             let end = offset.saturating_add(len).min(size);
             change.written.insert(offset..end);
         }
+        // The check acquires the object's state itself.
         drop(state);
         drop(claimed);
         scope.check_changed(object);
         Ok(())
     }
 
-    /// Finds the next data or hole from `offset` on, part by part. ENXIO means that there is none.
+    /// Finds the next data or hole from `offset` on, as lseek(2) does, also if a transaction has parts of the file in
+    /// memory or in a staged copy. ENXIO means that there is none.
     pub(crate) fn seek_tracked(
         &self,
         file: &TrackedFile<B>,
@@ -552,8 +575,9 @@ impl<B: Backing> FileData<B> {
         }
     }
 
-    /// Returns the first offset from `position` on that has data or is a hole, as `what` says, in the part of the file
-    /// that begins at `position`. Returns `None` if there is none; the offset may also lie after the part.
+    /// Returns the first offset from `position` on that has data or is a hole, as `what` says. `part` is the part of
+    /// the file that begins at `position`; all its bytes are in one place: in memory, in one file of the backing, or
+    /// nowhere (a hole). Returns `None` if there is no such offset; the offset may also lie after the part.
     fn seek_in_part(
         &self,
         object: &Object<B>,
@@ -570,7 +594,7 @@ impl<B: Backing> FileData<B> {
         let lower_file = object.lower_file(&self.lower.base, state, which)?;
         match self.lower.base.seek(&lower_file, position, what) {
             Ok(found_offset) => Ok(Some(found_offset)),
-            // The lower file ends here, so a hole begins.
+            // The lower file, which is in the backing, ends here, so a hole begins.
             Err(Errno::NXIO) => Ok((what == Seek::Hole).then_some(position)),
             Err(errno) => Err(errno),
         }
@@ -662,7 +686,8 @@ impl<B: Backing> FileData<B> {
     }
 }
 
-/// Returns the part of a file with inline changes that begins at `offset`. Copies bytes in memory that fit into `buf`.
+/// Returns the part that begins at `offset` of a file with inline changes, which are a few new bytes in memory. Copies
+/// those of the part that fit into `buf`. `size` is the size of the file.
 fn resolve_inline(inline: &InlineChanges, offset: u64, size: u64, buf: &mut [u8]) -> FilePart {
     match inline.part_at(offset) {
         InlinePart::Overwritten(bytes) => {

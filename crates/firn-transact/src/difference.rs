@@ -1,7 +1,8 @@
-//! [`Differences`]: makes the change log of a transaction from its tables.
+//! [`Differences`]: makes the change log of a transaction from the tables of its changes in memory.
 //!
-//! The log is the difference between the tree in the backing and the tree that programs see. It has an *entry* for each
-//! object with a change, and for each directory that is needed to find one of these objects.
+//! The log is the difference between the tree in the backing (the directory below the mount) and the tree that programs
+//! see. It has an *entry* for each object with a change, and for each directory that is needed to find one of these
+//! objects. The *scope* of a transaction is the part of the tree that it covers; the *top* is its uppermost directory.
 //!
 //! Steps ([`LogBuilder`])
 //! 1. Each changed object gets an entry with its new bytes and attributes.
@@ -10,7 +11,7 @@
 //! 4. Each object of the backing gets a name by which the application of the log can find it.
 //! 5. Entries of new objects without a name are dropped.
 //!
-//! Relies on the caller, which has quiesced names and data of the scope, so that neither tree changes meanwhile.
+//! Relies on the caller, which has quiesced the scope: no change is in progress, and none begins meanwhile.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::{OsStr, OsString};
@@ -59,7 +60,7 @@ struct ChangedDir<B: Backing> {
     names: Vec<(OsString, Option<Arc<Object<B>>>)>,
 }
 
-/// Returns the names in a directory that the transaction changes; `None` if the directory has no change.
+/// Returns the names in `dir` that the transaction `scope` changes; `None` if the directory has no change.
 fn changed_dir<B: Backing>(scope: &Scope<B>, dir: &Object<B>) -> Option<ChangedDir<B>> {
     let claimed = dir.state.acquire_shared();
     let state = claimed.read();
@@ -67,7 +68,7 @@ fn changed_dir<B: Backing>(scope: &Scope<B>, dir: &Object<B>) -> Option<ChangedD
     let names = change
         .names
         .iter()
-        // Scopes of names share the change of their directory.
+        // Several transactions may cover some names of the directory each, and share its change.
         .filter(|(_, name_change)| name_change.serial == scope.serial)
         .map(|(name, name_change)| (name.clone(), name_change.object.clone()))
         .collect();
@@ -97,7 +98,8 @@ impl<B: Backing> Differences<B> {
         }
     }
 
-    /// Makes the change log of a transaction from its tables. `id` is the number of the commit.
+    /// Makes the change log of a transaction from its tables in memory. `id` is the number of the commit. The caller
+    /// has quiesced the scope: no program changes it meanwhile.
     ///
     /// Fails with the errno of the backing if the present state of an object cannot be read.
     pub(crate) fn make_record(&self, scope: &Scope<B>, id: u64) -> Result<ChangeLog, Errno> {
@@ -106,7 +108,8 @@ impl<B: Backing> Differences<B> {
         for object in &changed {
             builder.add_contents(object)?;
         }
-        // Scopes of names share one change of their directory, which is in no table of changed objects.
+        // Transactions that cover some names of a directory share one change of it, which is in no table of changed
+        // objects.
         let shared_dir = scope.names_in_root.as_ref().map(|_| &scope.root);
         for object in changed.iter().chain(shared_dir) {
             if object.kind == Kind::Dir {
@@ -161,7 +164,8 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
 
     // ---- bytes and attributes ----------------------------------------------------------------
 
-    /// Adds the entry of a changed object, with its new bytes and attributes. Names are added later.
+    /// Adds the entry of a changed object to the change log, with its new bytes and attributes. Names are added later.
+    /// Does nothing if the object has no change.
     fn add_contents(&mut self, object: &Arc<Object<B>>) -> Result<(), Errno> {
         let Some(ChangedObject { base, change }) = changed_object(object) else {
             return Ok(());
@@ -211,7 +215,9 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
         Ok(())
     }
 
-    /// Describes the changed bytes, attributes and times of an object that the backing has as `inode`.
+    /// Adds the changed bytes, attributes and times of an object to its entry in the change log. The backing has the
+    /// object as `inode`. New bytes are in memory (inline) or in the staged copy, a file in the transaction's
+    /// directory.
     fn describe_changed_object(
         &self,
         entry: &mut Entry,
@@ -247,10 +253,10 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
         Ok(())
     }
 
-    /// Adds the times of a directory in which names have changed.
+    /// Adds the times of a directory in which names have changed to its entry in the change log.
     ///
-    /// A directory with a staged copy gets the copy's times. With several hosts the log sets no times, because other
-    /// hosts may have changed more names there.
+    /// Does nothing if the directory has a staged copy, which has its changed attributes: it gets the copy's times.
+    /// With several hosts the log sets no times, because other hosts may have changed more names there.
     fn describe_dir_times(
         &self,
         entry: &mut Entry,
@@ -288,14 +294,15 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
 
     // ---- names -------------------------------------------------------------------------------
 
-    /// Adds each changed name in a directory to the entries of the objects that it leads to before and after the
-    /// transaction. A name that leads to the same object again is no change.
+    /// Adds each changed name in a directory to the change log: to the entries of the objects that the name leads to
+    /// before and after the transaction. A name that leads to the same object again is no change.
     fn add_names_in(&mut self, dir: &Arc<Object<B>>) -> Result<(), Errno> {
         let Some(ChangedDir { base, names }) = changed_dir(self.scope, dir) else {
             return Ok(());
         };
         let dir_number = self.number_of(dir);
         for (name, object_after) in &names {
+            // The object that has the name in the backing, which is still as before the transaction.
             let found_before = match &base {
                 Some(inode) => staging::find(&self.lower.base, inode, name)?,
                 None => None,
@@ -320,7 +327,8 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
         Ok(())
     }
 
-    /// Adds the name of the scope's top in its parent, and returns the change of that name if there is one.
+    /// Adds the name of the transaction's uppermost directory (the top) in its parent to the change log. Returns the
+    /// change of that name; `None` if it does not change.
     ///
     /// An unchanged name is added too if the top has an entry, because the application must find the top.
     fn add_top_name(&mut self) -> Option<TopChange> {
@@ -329,7 +337,7 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
         let is_new = names.before.is_none();
         let path_after = self.scope.path_now();
         if self.scope.shadow.is_some() {
-            // The backing has the new name already, so no entry is needed.
+            // In shadow mode the backing has the new name already, so no entry is needed.
             return is_changed.then_some(TopChange {
                 path_after,
                 is_new,
@@ -359,10 +367,11 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
         })
     }
 
-    /// Ensures that the application of the log can find a changed object of the backing.
+    /// Ensures that a changed object of the backing is found when the change log is applied.
     ///
     /// An object that moves is found by its old name. Any other object is found by its name at its first change, if it
-    /// still has that name, or else by a further link in the staging directory.
+    /// still has that name, or else by a further link in the transaction's directory. The names of all objects are in
+    /// the log already.
     fn make_findable(&mut self, object: &Arc<Object<B>>) -> Result<(), Errno> {
         let number = self.number_of(object);
         let Some(entry) = self.entries.get(&number) else {
@@ -404,8 +413,8 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
         Ok(found.is_some_and(|(_, attr)| ObjectKey::from_attr(&attr) == object.key))
     }
 
-    /// Makes a further link to an object in the staging directory, by which the application finds it. Programs do not
-    /// see the link. Succeeds if an earlier attempt has made it.
+    /// Makes a further link (an anchor) to an object in the transaction's directory, by which the object is found when
+    /// the change log is applied. Programs do not see the link. Succeeds if an earlier attempt has made it.
     fn add_anchor(
         &mut self,
         object: &Arc<Object<B>>,
@@ -414,6 +423,7 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
     ) -> Result<(), Errno> {
         let staging_dir = self.scope.plain_staging_dir(&self.lower.base)?;
         let link_name = format!("{ANCHOR}{number}");
+        // From now on programs' view of the link count leaves this link out, whether it exists yet or not.
         self.link_counts.record_link_before_creation(
             self.scope,
             object,
@@ -447,8 +457,8 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
         }
     }
 
-    /// Returns the number of an object's entry. An object without an entry gets one, and so do the directories above
-    /// it.
+    /// Returns the number of an object's entry in the change log. An object without an entry gets one, and so do the
+    /// directories above it, by which the object is found.
     fn number_of(&mut self, object: &Arc<Object<B>>) -> u64 {
         if let Some(&number) = self.numbers.get(&object.key) {
             return number;

@@ -1,8 +1,9 @@
 //! The errors of transactions.
 //!
 //! Each verb (begin, prepare, vote, commit, abort, restore, open, revive) has an enum, with a variant for each error
-//! that its caller can distinguish. Each enum has a variant `Store` for a failure of the backing or of Firn's own files
-//! in it ([`StoreError`]). [`TransactionError`] is for callers that run different verbs.
+//! that its caller can distinguish. Each enum has a variant `Store` for a failure of the backing (the directory below
+//! the mount) or of Firn's own files in it ([`StoreError`]). [`TransactionError`] is for callers that run different
+//! verbs.
 //!
 //! Promises
 //! * A failure of the backing is a `Store` in every enum, whichever verb it happened in.

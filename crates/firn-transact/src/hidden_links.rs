@@ -1,6 +1,7 @@
-//! [`HiddenLinks`]: the table of Firn's own links, which are names below `.firn/` of objects of the backing.
+//! [`HiddenLinks`]: the table of links that Firn itself made, below `.firn/`, to objects of the mount.
 //!
-//! Programs do not see these links, so `st_nlink` must not count them.
+//! `.firn/` is Firn's own directory in the backing, the directory below the mount. Programs do not see these links, so
+//! `st_nlink` must not count them.
 //!
 //! Invariant: if the table has a link to an object that is in use, [`Object::may_hide_links`] is true for it.
 

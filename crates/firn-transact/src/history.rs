@@ -1,7 +1,9 @@
-//! [`History`]: keeps the logs of the last N commits of each scope (`history=N`), so that they can be undone.
+//! [`History`]: keeps the change logs of the last N commits of a directory (`history=N`), so that they can be undone.
 //!
-//! * Before a commit is decided, the *undo* parts of its log are added. Old attributes and old bytes are staged in
-//!   `new/u/`; the commit also moves removed objects there.
+//! The files of a transaction are in `.firn/tx-N/` until its commit is applied. The *scope* is the directory that it
+//! covers.
+//! * Before a commit is decided, the *undo* parts of its log are added: what the old tree had. Old attributes and old
+//!   bytes are saved in `tx-N/new/u/`; the commit also moves removed objects there.
 //! * When the commit is applied, one rename turns `tx-N` into `undo-N`. Files that only a redo needed are removed after
 //!   it.
 //! * A restore renames the log in `undo-N` from `commit` to `undo`, and then `undo-N` to a new `tx-M`. From then on it
@@ -64,8 +66,8 @@ struct KeptLog {
     log: ChangeLog,
 }
 
-/// Returns the serial numbers of the logs that lead back from the present state of a scope, newest first. Follows
-/// renames of the scope. `logs` are all kept logs, newest first.
+/// Returns the serial numbers of the commits of a directory that can be undone in turn, newest first. Follows renames
+/// of the directory. `logs` are all change logs that the history has, newest first; `scope` is the directory's path.
 fn serials_leading_back(logs: &[KeptLog], scope: &[u8]) -> Vec<u64> {
     let mut serials = Vec::new();
     let mut path_after_commit = scope;
@@ -115,8 +117,10 @@ impl<B: Backing> History<B> {
         }
     }
 
-    /// Adds the undo sides to a log, and stages the old bytes and attributes that they refer to. Does nothing without a
-    /// history.
+    /// Adds to a change log how to undo it, and copies the old bytes and attributes that an undo needs to the
+    /// transaction's directory in the backing. Does nothing if the mount keeps no history of commits.
+    ///
+    /// `scope` is the transaction, which is not committed yet.
     pub(crate) fn stage_undo_sides(
         &self,
         scope: &Scope<B>,
@@ -158,8 +162,11 @@ impl<B: Backing> History<B> {
         })
     }
 
-    /// Adds the undo side to one entry. `object` is its object, if the object is in the scope and in use. `undo_dir` is
-    /// the directory `new/u/`, for old bytes and attributes.
+    /// Adds the old state of one object (the undo side) to its entry in a change log.
+    ///
+    /// `object` is the entry's object; `None` if the transaction does not cover it or no program uses it. `undo_dir` is
+    /// the directory for old bytes and attributes, `new/u/`. If the commit removes the object, `kept_at` says where it
+    /// must move instead.
     fn stage_undo_side(
         &self,
         entry: &mut Entry,
@@ -195,7 +202,10 @@ impl<B: Backing> History<B> {
         Ok(())
     }
 
-    /// Stages a copy with the old attributes and the old bytes of the written ranges, and returns the undo side.
+    /// Copies the old attributes of an object, and the old bytes of the ranges that the commit writes, to a file in
+    /// `undo_dir`. Returns the undo side of its entry, which refers to this file.
+    ///
+    /// `entry` is the object's entry in the change log, and `inode` the object in the backing.
     fn stage_old_copy(
         &self,
         entry: &Entry,
@@ -226,8 +236,8 @@ impl<B: Backing> History<B> {
         Ok(undo_side)
     }
 
-    /// Copies the bytes that a commit of `data` overwrites or cuts off to the staged copy, `copy_name` in `undo_dir`.
-    /// Returns the change that restores them.
+    /// Copies the bytes that a commit of `data` overwrites or cuts off to the file `copy_name` in `undo_dir`. Returns
+    /// the change that restores them. `inode` is the file in the backing, which has `old_size` bytes before the commit.
     fn stage_old_bytes(
         &self,
         inode: &B::Inode,
@@ -259,8 +269,8 @@ impl<B: Backing> History<B> {
         })
     }
 
-    /// Reads the few bytes that a commit overwrites. Returns the change that restores them, with the bytes in the
-    /// log itself.
+    /// Reads the few bytes of `inode`, a file in the backing, that a commit of `data` overwrites. Returns the change
+    /// that restores them, with the old bytes in the change log itself. `attr` has the file's present size.
     fn read_old_bytes(
         &self,
         inode: &B::Inode,
@@ -304,7 +314,8 @@ impl<B: Backing> History<B> {
         Ok(is_kept)
     }
 
-    /// Turns the directory of a transaction into that of a kept log, durably.
+    /// Renames the directory `tx-N` of a committed transaction, in the backing, to `undo-N`, durably. It keeps the
+    /// change log for an undo.
     fn rename_to_kept_log(
         &self,
         transactions_dir: &B::Inode,
@@ -325,8 +336,8 @@ impl<B: Backing> History<B> {
         Ok(self.lower.base.sync_dir(transactions_dir)?)
     }
 
-    /// Removes the kept logs of a scope that are no longer needed after a commit with this log. `is_kept` says whether
-    /// the log of the commit itself is kept.
+    /// Removes the logs of earlier commits of a directory (the scope) that the history no longer needs after a commit
+    /// with `log`. `is_kept` says whether the log of the commit itself is kept.
     fn remove_old_logs(
         &self,
         transactions_dir: &B::Inode,
@@ -356,7 +367,8 @@ impl<B: Backing> History<B> {
         Ok(())
     }
 
-    /// Removes the directory of an ended transaction, or only what an undo does not need if its log is kept.
+    /// Removes the directory `dir`, in the backing, of a transaction that has ended. If the history keeps its log,
+    /// removes only what an undo of the commit does not need.
     pub(crate) fn remove_or_keep_for_undo(
         &self,
         transactions_dir: &B::Inode,
@@ -375,7 +387,8 @@ impl<B: Backing> History<B> {
             .remove_transaction(transactions_dir, dir, &format!("tx-{serial}"))
     }
 
-    /// Removes the files of a kept log that only a redo needs.
+    /// Removes the files in `dir` that an undo of the commit does not need: marks, and the new bytes, which the commit
+    /// has moved or copied to the tree.
     fn remove_redo_files(&self, dir: &B::Inode) -> Result<(), Errno> {
         for mark in [staging::OPEN, staging::ARENA, staging::BACKUP] {
             if staging::find(&self.lower.base, dir, OsStr::new(mark))?.is_some() {
@@ -407,7 +420,8 @@ impl<B: Backing> History<B> {
         self.lower.base.rmdir(transactions_dir, OsStr::new(name))
     }
 
-    /// After a crash, completes interrupted work on kept logs: removes redo files, and directories without a log.
+    /// After a crash, completes interrupted work on the logs that are kept for an undo of commits. Removes files that
+    /// an undo does not need, and directories without a log.
     pub(crate) fn clear_kept_logs(&self, transactions_dir: &B::Inode) -> Result<(), StoreError> {
         let mut is_synced = false;
         for (name, ..) in staging::list(&self.lower.base, transactions_dir)? {
@@ -459,7 +473,7 @@ impl<B: Backing> History<B> {
         Ok(kept_logs)
     }
 
-    /// Returns all kept logs, newest first.
+    /// Returns the change logs of all applied commits that can be undone, newest first.
     fn all_kept_logs(&self) -> Result<Vec<KeptLog>, StoreError> {
         let Some(transactions_dir) = self.lower.find_transactions_dir()? else {
             return Ok(Vec::new());
@@ -470,6 +484,7 @@ impl<B: Backing> History<B> {
             let Some(serial) = kept_log_serial(&name) else {
                 continue;
             };
+            // The next transaction must not take a number whose log is kept.
             self.scopes.skip_serial(serial);
             let dir = staging::must_find_dir(&self.lower.base, &transactions_dir, &name)
                 .map_err(|error| error.below(&self.lower.transactions_path()))?;
@@ -498,7 +513,8 @@ impl<B: Backing> History<B> {
         self.serials_to_undo(scope, id).map(drop)
     }
 
-    /// Returns the serial numbers of the logs whose undo leads back to commit `id`, in order.
+    /// Returns the serial numbers of the commits that must be undone, in this order, to restore the directory at path
+    /// `scope` to commit `id`. Empty if it has that state. Fails with `NotKept` if the history does not reach that far.
     pub(crate) fn serials_to_undo(&self, scope: &[u8], id: u64) -> Result<Vec<u64>, RestoreError> {
         if self.lower.present_commit_id(scope)? == Some(id) {
             return Ok(Vec::new());
@@ -521,12 +537,12 @@ impl<B: Backing> History<B> {
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Undoes the newest commit of the scope at `root`, whose log has this serial number. The caller has quiesced
-    /// names and data.
+    /// Undoes the newest commit of the directory `root`; its log has this serial number. The caller has quiesced names
+    /// and data: no program changes them meanwhile.
     ///
-    /// From the rename of its directory on, the undo is a decided transaction. If it fails after the rename, it can be
-    /// completed by [`Decided::apply`](crate::Decided::apply), the next [`TransactionalBacking::restore`], or the next
-    /// mount.
+    /// From the rename of its directory to `tx-N` on, the undo is a decided transaction. If it fails after the rename,
+    /// it can be completed by [`Decided::apply`](crate::Decided::apply), the next [`TransactionalBacking::restore`], or
+    /// the next mount.
     pub(crate) fn undo_commit(&self, root: &Arc<Object<B>>, serial: u64) -> Result<(), StoreError> {
         let base = &self.lower.base;
         let transactions_dir = self.lower.make_transactions_dir()?;
@@ -564,7 +580,8 @@ impl<B: Backing> TransactionalBacking<B> {
         self.commits.apply_undo(undo_serial)
     }
 
-    /// Restores the scope at `root` to the commit `id`.
+    /// Restores the directory `root` to the state after the commit `id` of a transaction that covered it. Fails if the
+    /// history does not reach that far; nothing is dropped then.
     ///
     /// If `id` is the number of a prepared or decided transaction, its commit is finished. Otherwise the open
     /// transaction and the commits after `id` are undone, as far as the history has their logs.
@@ -591,10 +608,13 @@ impl<B: Backing> TransactionalBacking<B> {
         if let Some(transaction) = transaction {
             transaction.abort()?;
         }
+        // The number of the last commit shows that the backup of an applied commit is not needed. This number changes
+        // below, so such backups must not count any more.
         self.backups.withdraw_ended()?;
         let mut areas = vec![Area::Tree(Arc::clone(root))];
         // The undone commit may have given the directory its name.
         areas.extend(root.parent().map(Area::Dir));
+        // From here on no program changes the directory.
         let _quiet = self.tree.quiesce(areas);
         for serial in serials {
             self.undo_commit(root, serial)?;

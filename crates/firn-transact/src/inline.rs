@@ -1,7 +1,8 @@
-//! Inline changes: the few bytes that a transaction overwrote in a file, kept in memory instead of in a staged copy.
+//! Inline changes: the few bytes that a transaction overwrote in a file, kept in memory until the commit.
 //!
-//! * A prepare or commit copies the inline changes to the transaction's record. Memory is enough until then, because an
-//!   unprepared transaction in buffer mode ends with firnd anyway.
+//! Larger changes are in a *staged copy*, a file in the transaction's own directory with the new bytes.
+//! * A prepare or commit copies the inline changes to the transaction's durable log. Memory is enough until then: a
+//!   transaction that keeps its changes back and is not prepared ends with firnd (the process that serves the mount).
 //! * Inline changes move to a staged copy when a write exceeds the limits below. They also move when anything changes
 //!   other than bytes below the file's end or the modification time.
 
@@ -23,8 +24,11 @@ const FILE_BYTES_MAX: u64 = 16 << 10;
 const SCOPE_BYTES_MAX: u64 = 16 << 20;
 
 impl<B: Backing> Objects<B> {
-    /// Stores a write as an inline change, and returns the number of bytes. Returns `None`, without a change, if the
-    /// write needs a staged copy: the file is new, staged or nameless, or the write is too large or extends the file.
+    /// Stores a write of a transaction as an inline change, which is in memory until the commit. Returns the number of
+    /// bytes.
+    ///
+    /// Returns `None`, without a change, if the write needs a staged copy, a file in the transaction's directory: the
+    /// file is new, staged or nameless, or the write is too large or extends the file.
     pub(crate) fn write_inline(
         &self,
         scope: &Scope<B>,
@@ -72,12 +76,14 @@ impl<B: Backing> Objects<B> {
             let added_bytes = inline.len() - file_bytes;
             scope.inline_bytes.fetch_add(added_bytes, Ordering::AcqRel);
         }
+        // The check acquires the object's state itself.
         drop(claimed);
         scope.check_changed(object);
         Ok(Some(len))
     }
 
-    /// Sets the modification time of a file with inline changes. Returns false, without a change, if the file has none.
+    /// Sets the modification time of a file with inline changes, which are a transaction's few new bytes in memory.
+    /// Returns false, without a change, if the file has none; the caller then sets the time elsewhere.
     pub(crate) fn set_inline_time(&self, object: &Arc<Object<B>>, mtime: SetTime) -> Result<bool> {
         let (_data, scope) = self.admission.enter_data_change(object)?;
         let claimed = object.state.acquire_exclusive();

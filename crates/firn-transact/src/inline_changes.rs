@@ -1,7 +1,6 @@
 //! [`InlineChanges`]: the bytes of a file that a transaction overwrote, if they are few enough to be kept in memory.
 //!
-//! Terms
-//! * An *overwrite* is a contiguous run of new bytes with its offset in the file.
+//! An *overwrite* is a contiguous run of new bytes with its offset in the file.
 //!
 //! Invariants
 //! * Overwrites neither overlap nor touch.
@@ -67,7 +66,8 @@ impl InlineChanges {
             .map(|(&offset, bytes)| (offset, &bytes[..]))
     }
 
-    /// Overwrites the bytes from `offset` on. The caller makes sure that the file does not grow.
+    /// Stores new bytes of the file from `offset` on, merged with those that are stored already. The caller makes sure
+    /// that the file does not grow.
     pub(crate) fn write(&mut self, offset: u64, data: &[IoSlice<'_>]) {
         let mut merged_bytes: Vec<u8> = data
             .iter()

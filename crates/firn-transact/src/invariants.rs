@@ -1,4 +1,4 @@
-//! Checks of the tables of a transaction, as assertions in debug builds.
+//! Checks the tables that a transaction has in memory: which objects and names it changed. Debug builds only.
 //!
 //! The invariants are stated at the heads of the files that own the tables (`object`, `scope`, `shadow`). When each
 //! check runs:
@@ -53,7 +53,8 @@ impl<B: Backing> Scope<B> {
 }
 
 impl<B: Backing> Tree<B> {
-    /// Checks all invariants of a scope and of the tree. The caller has quiesced names and data.
+    /// Checks the tables of a transaction and of all objects in use; panics if they do not agree. Does nothing in
+    /// release builds. The caller has quiesced names and data: no program changes them meanwhile.
     pub(crate) fn check_all(&self, scope: &Scope<B>) {
         if !cfg!(debug_assertions) {
             return;
@@ -86,7 +87,10 @@ fn inline_bytes<B: Backing>(state: &ObjectState<B>) -> u64 {
 /// Number of names that lead to each object.
 type NameCounts<B> = HashMap<*const Object<B>, i64>;
 
-/// Checks all objects of a transaction, and that names lead to each new object as often as its link count says.
+/// Checks all objects that a transaction changes, and that names lead to each new object as often as its link count
+/// says. Panics otherwise.
+///
+/// In shadow mode the backing has all changes, so the tables must be empty.
 fn check_tables<B: Backing>(scope: &Scope<B>) {
     let changed = scope.changed.lock().clone();
     if let Some(shadow) = &scope.shadow {
@@ -96,6 +100,7 @@ fn check_tables<B: Backing>(scope: &Scope<B>) {
     }
     let mut numbers_by_key = HashMap::new();
     let mut name_counts = NameCounts::new();
+    // A transaction may cover only some names of its uppermost directory.
     count_names_in_root(scope, &mut name_counts);
     for (number, object) in &changed {
         let state = object.state.read_unclaimed();
@@ -126,8 +131,8 @@ fn check_tables<B: Backing>(scope: &Scope<B>) {
     }
 }
 
-/// Checks that as many names lead to a new object as its change says. `count` is the number of names in the directories
-/// of the transaction.
+/// Checks that as many names lead to a new object as its change in the transaction `scope` says. `count` is the number
+/// of names in the directories of the transaction.
 fn check_name_count<B: Backing>(
     scope: &Scope<B>,
     object: &Arc<Object<B>>,
@@ -148,7 +153,8 @@ fn check_name_count<B: Backing>(
     );
 }
 
-/// Adds the names that a scope of names changes in its directory to `name_counts`.
+/// Counts the names that a transaction changes in its uppermost directory, if it covers only some names there. Adds the
+/// counts to `name_counts`, by the objects that the names lead to.
 fn count_names_in_root<B: Backing>(scope: &Scope<B>, name_counts: &mut NameCounts<B>) {
     let Some(names_of_scope) = &scope.names_in_root else {
         return;

@@ -1,18 +1,20 @@
-//! Transactions: changes of names and data are held above a backing until they are committed (CprFS).
+//! Transactions: changes of names and data are held above a backing until they are committed, as in the paper on CprFS.
 //!
 //! A *backing* is the file system whose files a mount of Firn shows. [`TransactionalBacking`] is a layer over a
 //! backing; a mount without transactions has a [`PlainBacking`] instead. Outside of transactions every call goes to the
 //! backing below.
 //!
 //! A *scope* is what a transaction covers: a directory and all below it. Between [`TransactionalBacking::begin`] and
-//! the commit of a scope, programs see their changes, but the backing does not have them. New objects are staged in
-//! `.firn/` in the backing; changes of existing objects are in memory and in staged copies.
+//! the commit of a scope, programs see their changes, but the backing's tree does not have them. New objects are made
+//! in `.firn/`, Firn's own directory in the backing. Changes of existing objects are in memory and in *staged copies*,
+//! files in `.firn/` with the changed bytes.
 //! * [`Open::prepare`] writes a durable record of all changes and leaves the outcome open.
 //! * [`Prepared::decide`] durably decides to commit; [`Open::decide`] prepares and decides in one step.
 //! * [`Decided::apply`] applies the record to the backing. An abort drops the record instead.
 //! * After a crash [`TransactionalBacking::open`] finishes what was decided and undoes what was not prepared.
 //!
-//! In shadow mode ([`shadow`]) changes go to the backing at once, after the old state was saved.
+//! This is *buffer mode*. In *shadow mode* ([`shadow`]) changes go to the backing at once, after the old state was
+//! saved.
 //!
 //! [`TransactionalBacking`] is a list of parts. Each part is a struct with its own fields, locks and methods, and is
 //! built from parts below it. [`TransactionalBacking`] itself has only the operations of the backing's traits, and

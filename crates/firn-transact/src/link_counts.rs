@@ -1,8 +1,9 @@
 //! [`LinkCounts`]: link counts without *hidden links*, which are names below `.firn/` that Firn gives to objects.
 //!
-//! Programs must not see these links in `st_nlink`. They are:
+//! `.firn/` is Firn's own directory in the top of the backing, the directory below the mount. Programs must not see
+//! hidden links in `st_nlink`. They are:
 //! * an *anchor*, by which an object is found after a crash;
-//! * a name in `kept/`, which a removed object has in shadow mode;
+//! * a name in `kept/`, the directory of objects that a transaction removed at once and an abort restores;
 //! * `.firn/` itself, which is one more subdirectory of the top.
 //!
 //! Promise: [`LinkCounts::attr_without_hidden_links`] subtracts a link if and only if the backing has counted it.
@@ -42,7 +43,8 @@ impl<B: Backing> LinkCounts<B> {
         }
     }
 
-    /// Returns the backing's attributes of an object, with hidden links subtracted from the link count.
+    /// Returns the backing's attributes of an object, with hidden links subtracted from the link count. These are links
+    /// below `.firn/` that Firn itself made and programs do not see.
     pub(crate) fn attr_without_hidden_links(
         &self,
         object: &Object<B>,
@@ -103,8 +105,8 @@ impl<B: Backing> LinkCounts<B> {
         links.iter().map(exists).collect()
     }
 
-    /// Removes the entries of links that were about to be removed and no longer exist. `links_exist` says for each of
-    /// `links` whether it exists.
+    /// Removes from the table of hidden links (Firn's own links to objects) those that were about to be removed and no
+    /// longer exist. `links_exist` says for each of `links` whether it exists.
     fn remove_deleted_links(
         &self,
         object: &Object<B>,
@@ -160,8 +162,9 @@ impl<B: Backing> LinkCounts<B> {
         self.insert_link(scope.serial, object, dir, name, LinkPresence::Exists);
     }
 
-    /// Records that the hidden links of an object may or may not exist, because a move to `kept/` was reverted and the
-    /// revert may have failed. Removes the entry of a directory, which has one name only.
+    /// Records that the hidden links of an object, which Firn itself made, may or may not exist. A move to `kept/` (the
+    /// directory of removed objects) was reverted, and the revert may have failed. Removes the entry of a directory,
+    /// which has one name only.
     pub(crate) fn record_links_uncertain(&self, scope: &Scope<B>, object: &Object<B>) {
         let mut links_by_object = self.tree.hidden_links.by_object.lock();
         let Some(links) = links_by_object.get_mut(&object.key) else {
@@ -181,7 +184,10 @@ impl<B: Backing> LinkCounts<B> {
         object.mark_hidden_links(has_links);
     }
 
-    /// Inserts a link into the table. If the table has the link already, `Exists` replaces its presence.
+    /// Inserts a link into the table of hidden links, which Firn itself made and programs do not see. If the table has
+    /// the link already, `Exists` replaces its presence.
+    ///
+    /// `serial` is the number of the link's transaction, and `name` the link's name in `dir`.
     fn insert_link(
         &self,
         serial: u64,
@@ -214,7 +220,9 @@ impl<B: Backing> LinkCounts<B> {
         object.mark_hidden_links(true);
     }
 
-    /// Records a link that an earlier firnd has created.
+    /// Records a hidden link, which programs do not see, that an earlier firnd (server of this mount) has created.
+    ///
+    /// `serial` is the number of the link's transaction. The object `key` need not be in use.
     pub(crate) fn record_found_link(
         &self,
         serial: u64,
@@ -240,7 +248,8 @@ impl<B: Backing> LinkCounts<B> {
         self.update_hidden_links_mark(key);
     }
 
-    /// Records a link that exists until its transaction ends. Does nothing if the table has the link.
+    /// Records a hidden link, which programs do not see, that exists until its transaction `serial` ends. Another
+    /// thread or host may remove it at any time. Does nothing if the table has the link.
     pub(crate) fn record_link_until_end(
         &self,
         serial: u64,
@@ -262,6 +271,7 @@ impl<B: Backing> LinkCounts<B> {
                 is_dir: false,
             });
         }
+        // The next call takes this lock itself.
         drop(links_by_object);
         self.update_hidden_links_mark(key);
     }
@@ -311,7 +321,8 @@ impl<B: Backing> LinkCounts<B> {
         self.change_links(scope.serial, |_| false);
     }
 
-    /// Changes the entries of a transaction's links. An entry for which `change` returns false is removed.
+    /// Calls `change` for each hidden link (made by Firn, not seen by programs) of the transaction `serial`. An entry
+    /// for which `change` returns false is removed from the table; the link itself is not.
     fn change_links(&self, serial: u64, mut change: impl FnMut(&mut HiddenLink<B>) -> bool) {
         let keys_of_transaction: Vec<ObjectKey> = {
             let links_by_object = self.tree.hidden_links.by_object.lock();

@@ -1,8 +1,8 @@
 //! [`DirListings`]: listings of directories as programs see them.
 //!
-//! A listing has the entries of the backing without those that the transaction changed, and the changed entries as the
-//! transaction has them. Names of scopes' tops are added or hidden as [`crate::top_overlay`] says, and `.firn` is
-//! hidden.
+//! A listing has the entries of the *backing* (the directory below the mount) without those that a transaction changed,
+//! and the changed entries as the transaction has them. The *top* is the uppermost directory of a transaction. Its name
+//! is added to its parent or hidden there as [`crate::top_overlay`] says. `.firn`, Firn's own directory, is hidden.
 //!
 //! Promise: while a program reads an open directory, the listing does not change. It is made anew when the program
 //! reads from the start.
@@ -77,7 +77,8 @@ impl<B: Backing> DirListings<B> {
         })
     }
 
-    /// Passes the entries from `cookie` on to `sink`, until it returns false.
+    /// Passes the entries of an open directory from `cookie` on to `sink`, until `sink` returns false. The listing is
+    /// made anew for cookie 0, and otherwise stays as it was.
     pub(crate) fn read_tracked_dir(
         &self,
         dir: &TrackedDir<B>,
@@ -119,11 +120,14 @@ impl<B: Backing> DirListings<B> {
         Ok(entries)
     }
 
-    /// Returns the entries of a directory, without `.` and `..`. The caller is admitted to its names.
+    /// Returns the entries of a directory as programs see them, without `.` and `..`. The caller is admitted to its
+    /// names: no other thread changes them meanwhile. Fails with ESTALE if the directory was made in a transaction that
+    /// was aborted.
     pub(crate) fn list_entries(&self, object: &Arc<Object<B>>) -> Result<Vec<ListedEntry>> {
         if object.kind != Kind::Dir {
             return Err(Errno::NOTDIR);
         }
+        // The directory has a state in the backing (`base`) and a change of an open transaction, or only one of them.
         let claimed = object.state.acquire_shared();
         let (base, is_changed, is_removed) = {
             let state = claimed.read();
@@ -154,8 +158,8 @@ impl<B: Backing> DirListings<B> {
         Ok(entries)
     }
 
-    /// Returns the entries that the backing has in the directory `inode`, without changed and hidden ones, and then the
-    /// tops that programs see there.
+    /// Returns the entries that the backing has in the directory `inode`, without those that a transaction changed or
+    /// that are hidden. Then come the *tops* that programs see there, the uppermost directories of transactions.
     fn list_unchanged_entries(
         &self,
         object: &Arc<Object<B>>,

@@ -1,7 +1,8 @@
-//! [`LowerBacking`]: the backing below a [`TransactionalBacking`](crate::TransactionalBacking), and the directory in it
-//! where this mount keeps its transactions.
+//! [`LowerBacking`]: the file system below the layer of transactions, and the directory in it with their files.
 //!
-//! A mount of one host uses `.firn/`. With several hosts, each one has a directory of its own below `.firn/`.
+//! A *backing* is a file system whose files a mount shows. [`TransactionalBacking`](crate::TransactionalBacking) is a
+//! layer over it. A mount of one host keeps the files of its transactions in `.firn/`. With several hosts, each one has
+//! a directory of its own below `.firn/`.
 
 use firn_backing::{Backing, Errno};
 use firn_hosts::Members;

@@ -1,4 +1,4 @@
-//! The machine of transactions: a request goes from step to step, and each step is one function.
+//! The state machine of transactions: a request such as `commit` goes from step to step; each step is one function.
 //!
 //! ```text
 //! begin ──► Clear ───────► Begin ──► Over
@@ -33,7 +33,8 @@
 //!   over); a failed vote makes the transaction open again. A repeated request continues from that stage.
 //! * Nothing is undone after `Decide`.
 //!
-//! The machine relies on [`Mount`] to stop programs, drain their data and invalidate the kernel's cache.
+//! The machine relies on [`Mount`] to stop programs, to write their data in memory to the backing, and to invalidate
+//! the kernel's cache.
 
 mod abort;
 mod begin;

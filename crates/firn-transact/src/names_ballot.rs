@@ -1,7 +1,8 @@
 //! Ballots on scopes of names: several hosts write some names of one directory and commit them together.
 //!
 //! A *scope of names* is some names in a directory and all below them. The hosts identify it by a key. They try to
-//! commit in numbered attempts; each attempt has a verdict, and the scope has one decision.
+//! commit in numbered attempts; each attempt has a verdict, and the scope has one decision. A [`Ballot`] is a decision
+//! of several hosts by put-once files: the first host creates such a file, and none changes it.
 //!
 //! ```text
 //! .firn/names-HASH/        one scope, a [`Ballot`]; HASH stands for its key
@@ -158,7 +159,10 @@ impl<B: Backing> NamesBallots<B> {
         }
     }
 
-    /// Does the work of [`Self::join`]. Fails with ENOENT or ESTALE if another host removes the directory meanwhile.
+    /// Joins the ballot, by which several hosts commit some names of one directory together. `key` identifies it. Fails
+    /// with ENOENT or ESTALE if another host removes the ballot's directory in the backing meanwhile.
+    ///
+    /// Returns `NotYet` with the hosts to wait for if an attempt to commit is open or the ballot is over.
     fn try_join(&self, key: &[u8]) -> Result<NamesEntry, Errno> {
         let Some(members) = &self.lower.members else {
             return Ok(NamesEntry::Joined);
@@ -166,6 +170,7 @@ impl<B: Backing> NamesBallots<B> {
         let base = &self.lower.base;
         let firn_dir = staging::make_dir(base, &base.root(), staging::FIRN_DIR)?;
         let dir = VoteDir::make(base, &firn_dir, &ballot_dir_name(key), &members.host)?;
+        // Only the first host's key is stored.
         dir.put_once(KEY, key)?;
         // Another key has the same directory name. Both cannot be in use at the same time.
         if dir.read(KEY)?.as_deref() != Some(key) {
@@ -276,7 +281,8 @@ impl<B: Backing> NamesBallots<B> {
         }
     }
 
-    /// After a crash, ends this host's part in all ballots. The host has no earlier transaction left then.
+    /// After a crash, ends this host's part in all ballots, by which hosts commit names together. The caller has
+    /// recovered this host's transactions, so it has none left. Does nothing on a mount of one host.
     pub(crate) fn leave_all(&self) -> Result<(), Errno> {
         let (Some(members), Some(firn_dir)) = (&self.lower.members, self.lower.find_firn_dir()?)
         else {
@@ -338,7 +344,8 @@ impl<B: Backing> NamesBallot<'_, B> {
         Ok(decision.ok_or(Errno::STALE)?.commit)
     }
 
-    /// Reads the whole ballot. Only the state and attempt files of the types `S` and `A` are decoded.
+    /// Reads what all hosts have stored in this ballot, by which they commit names together. The caller chooses the
+    /// types `S` of a host's state and `A` of an attempt to commit; these files are decoded from JSON.
     pub fn view<S: DeserializeOwned, A: DeserializeOwned>(&self) -> Result<NamesView<S, A>, Errno> {
         let file_names = self.dir().names()?;
         let joined = suffixes_after(JOINED_PREFIX, &file_names);
@@ -446,7 +453,8 @@ impl<B: Backing> NamesBallot<'_, B> {
         Ok(Verdict::from_report(find_conflicts(&lists)))
     }
 
-    /// Removes the directory after an abort if all hosts that have not left are in `gone_hosts`.
+    /// Removes the ballot's directory after an abort if all hosts that have not left it are in `gone_hosts`. Otherwise,
+    /// and if another host has removed the directory, does nothing.
     ///
     /// A host that comes back later finds no ballot, which counts as an abort, and undoes its part.
     pub fn remove_aborted(&self, gone_hosts: &BTreeSet<String>) -> Result<(), Errno> {

@@ -1,10 +1,13 @@
-//! [`Namespace`]: look-ups of names, and creates, renames, links and removals, with the changes of transactions.
+//! [`Namespace`]: look-ups of names, and creates, renames, links and removals, with the changes of open transactions.
 //!
-//! In buffer mode a change of names is recorded in the tables of the transaction; the errors are those that the backing
-//! would return. In shadow mode and outside of transactions the change goes to the backing.
-//!
-//! A caller is *admitted to the names* of a directory if it has a guard of [`crate::waiting`] for the directory. No
-//! other thread changes these names meanwhile.
+//! Terms
+//! * The *backing* is the directory below the mount. A *transaction* covers a directory in it, its *scope*.
+//! * In *buffer mode* a change of names is recorded in tables in memory until the commit. The errors are those that the
+//!   backing would return.
+//! * In *shadow mode* the change goes to the backing at once, after the old state was saved. Outside of transactions it
+//!   goes to the backing, too.
+//! * A caller is *admitted to the names* of a directory if it has a guard of [`crate::waiting`] for the directory. No
+//!   other thread changes these names meanwhile.
 
 use std::ffi::OsStr;
 use std::sync::Arc;
@@ -70,16 +73,19 @@ impl<B: Backing> Namespace<B> {
         parent.parent().is_none() && name == staging::FIRN_DIR
     }
 
-    /// Returns the object of a name and its attributes, as programs see them. Fails with NOENT if there is none.
+    /// Returns the object of a name and its attributes as programs see them, with the changes of an open transaction.
+    /// Fails with NOENT if there is none.
     pub(crate) fn look_up(
         &self,
         parent: &Arc<Object<B>>,
         name: &OsStr,
     ) -> Result<(Arc<Object<B>>, Attr)> {
+        // Until this guard is dropped, no thread changes the names.
         let _names = self.admission.share_names(parent);
         let Some(FoundName { object, attr }) = self.find_entry(parent, name)? else {
             return Err(Errno::NOENT);
         };
+        // The attributes that the look-up returned are used unless a transaction or a hidden link changes them.
         let attr_of_backing = attr.filter(|_| self.shows_attr_of_backing(&object));
         let attr = match attr_of_backing {
             Some(attr) => attr,
@@ -98,14 +104,18 @@ impl<B: Backing> Namespace<B> {
         Ok(found.map(|found| found.object))
     }
 
-    /// Returns the object of a name, with its attributes if the backing was asked. The caller is admitted to the
-    /// names.
+    /// Returns the object of a name, or `None` if programs see no such name. The result has the object's attributes if
+    /// the name was looked up in the backing, and not in a transaction's tables.
+    ///
+    /// The caller is admitted to the names of `parent`: no thread changes them meanwhile.
     fn find_entry(&self, parent: &Arc<Object<B>>, name: &OsStr) -> Result<Option<FoundName<B>>> {
+        // A transaction may have created or renamed its uppermost directory, which the backing does not show yet.
         match self.top_overlay.find_top_name(parent, name) {
             TopName::Unrelated => {}
             TopName::Shown(root) => return Ok(Some(FoundName::without_attr(root))),
             TopName::Reserved => return Ok(None),
         }
+        // Names that an open transaction has changed come first.
         let parent_state = parent.state.acquire_shared();
         if let Some(change) = &parent_state.read().change
             && let Some(name_change) = change.names.get(name)
@@ -145,7 +155,8 @@ impl<B: Backing> Namespace<B> {
     /// Makes a new object: calls `make` with the location in the backing where `make` must create the object. Returns
     /// the object and its attributes.
     ///
-    /// In a transaction in buffer mode the object is made in the staging directory, and only the tables have its name.
+    /// If a transaction keeps its changes back until the commit (buffer mode), the object is made in the transaction's
+    /// own directory, and only the tables in memory have its name. Otherwise it is made under its name.
     pub(crate) fn make_object(
         &self,
         parent: &Arc<Object<B>>,
@@ -162,6 +173,7 @@ impl<B: Backing> Namespace<B> {
             return Err(Errno::NOENT);
         }
         self.top_overlay.must_not_be_top(parent, name)?;
+        // In shadow mode (changes are made at once) this saves the old names of `parent`, and returns `None`.
         let buffering_scope = self
             .originals
             .buffering_scope(scope.clone(), parent, NO_BYTES)?;
@@ -180,8 +192,10 @@ impl<B: Backing> Namespace<B> {
         self.make_staged(&buffering_scope, parent, &dir, name, make)
     }
 
-    /// Makes a new object under its name in the backing. `shadow` is the saved state of the transaction in shadow mode,
-    /// if the object belongs to one.
+    /// Makes a new object under its name in the backing, with `make`.
+    ///
+    /// `shadow` is the saved old state of a transaction in shadow mode (changes are made at once), if the object
+    /// belongs to one. The object is recorded there as new, so nothing is saved of it.
     fn make_in_backing(
         &self,
         parent: &Arc<Object<B>>,
@@ -204,8 +218,10 @@ impl<B: Backing> Namespace<B> {
         Ok((object, attr))
     }
 
-    /// Makes a new object in the staging directory, and inserts it with its name into the tables of the transaction.
-    /// `dir` is the inode of `parent`.
+    /// Makes a new object in the transaction's own directory, and inserts it with its name into the transaction's
+    /// tables in memory. A commit moves it to its name.
+    ///
+    /// `scope` is the transaction, and `dir` the inode of `parent`. The caller has checked that the name is free.
     fn make_staged(
         &self,
         scope: &Arc<Scope<B>>,
@@ -272,7 +288,8 @@ impl<B: Backing> Namespace<B> {
         }
     }
 
-    /// Records in the transaction that a name now leads to `object`, or to nothing if `object` is `None`.
+    /// Records in a transaction's tables in memory that a name now leads to `object`, or to nothing if `object` is
+    /// `None`. The backing gets the name at the commit. `scope` is the transaction.
     ///
     /// `old_name` says whether the name led to an object before. `added_subdirectories` is the change of the
     /// directory's number of subdirectories.
@@ -284,6 +301,7 @@ impl<B: Backing> Namespace<B> {
         object: Option<&Arc<Object<B>>>,
         added_subdirectories: i64,
     ) {
+        // No other thread changes the directory's state until `claimed` is dropped.
         let claimed = dir.state.acquire_exclusive();
         let mut state = claimed.edit();
         let is_dir_in_backing = state.base.is_some();
@@ -305,6 +323,8 @@ impl<B: Backing> Namespace<B> {
             change.names.remove(name);
         }
         change.link_delta += added_subdirectories;
+        // If the transaction covers only some names of `dir`, several transactions share the directory's change. Each
+        // one counts its own subdirectories.
         if scope.has_names_in(dir) {
             scope
                 .subdirectories_in_root
@@ -325,11 +345,13 @@ impl<B: Backing> Namespace<B> {
         change.own_names_changed_at = Some(Time::now());
     }
 
-    /// Records that an object lost a name in `scope`.
+    /// Records that an object lost a name in the transaction `scope`, which keeps its changes back until the commit.
     ///
-    /// A new object without names is removed from staging at once, because it takes space and is not part of the
-    /// commit.
+    /// If the object is new and has lost its last name, its staged copy in the transaction's directory is removed at
+    /// once: it takes space, and the commit does not need it.
     fn record_lost_name(&self, scope: &Scope<B>, object: &Arc<Object<B>>) {
+        // No other thread changes the object's state until `claimed` is dropped. `edit` gives the state for a short
+        // time, in which the backing must not be called.
         let claimed = object.state.acquire_exclusive();
         let (number, staged_copy) = {
             let mut state = claimed.edit();
@@ -341,7 +363,10 @@ impl<B: Backing> Namespace<B> {
             } else {
                 change.link_delta -= 1;
             }
+            // `link_delta` is the difference from the link count in the backing, which is 0 for a new file.
             let has_names = !change.is_removed && change.link_delta != 0;
+            // An object of the backing stays in the tables, because the commit removes its name. A new object with
+            // another name stays part of the commit.
             if !is_new || has_names {
                 return;
             }
@@ -382,6 +407,9 @@ impl<B: Backing> Namespace<B> {
     }
 
     /// Removes a name, with the errors of unlink(2) or rmdir(2), as `what` says.
+    ///
+    /// Outside of transactions and in shadow mode the backing loses the name at once. In buffer mode the removal is
+    /// recorded in tables in memory until the commit.
     pub(crate) fn remove_name(
         &self,
         parent: &Arc<Object<B>>,
@@ -389,6 +417,8 @@ impl<B: Backing> Namespace<B> {
         what: Remove,
     ) -> Result<()> {
         let name_at = NameAt { dir: parent, name };
+        // Waits while a transaction of the name is prepared or being committed. The guard then keeps other threads from
+        // the name.
         let (names, scope) = self.admission.enter_name_change(&[name_at])?;
         let Some(scope) = scope else {
             return self.remove_in_backing(&names, name_at, what);
@@ -420,8 +450,8 @@ impl<B: Backing> Namespace<B> {
         Ok(())
     }
 
-    /// Removes a name outside of transactions. Fails with EBUSY if a transaction begins, ends or is in the directory
-    /// that would be removed.
+    /// Removes a name in the backing that no transaction covers. Fails with EBUSY if a transaction is in the directory
+    /// that would be removed, or begins or ends there. `names` is the guard that keeps other threads from these names.
     fn remove_in_backing(
         &self,
         names: &NameChangeGuard<'_, B>,
@@ -437,6 +467,7 @@ impl<B: Backing> Namespace<B> {
         if self.is_hidden(parent, name) {
             return Err(Errno::NOENT);
         }
+        // The name may be that of a transaction's uppermost directory, shown or hidden before its commit.
         match self.top_overlay.find_top_name(parent, name) {
             TopName::Unrelated => {}
             TopName::Shown(_) => return Err(Errno::ISDIR),
@@ -464,11 +495,13 @@ impl<B: Backing> Namespace<B> {
             return Err(Errno::XDEV);
         }
         self.top_overlay.must_not_be_top(parent, name)?;
+        // In shadow mode the next step saves the old state of `parent`, so the names are checked before it.
         if shadow_of(&scope).is_some()
             && (parent.is_gone() || self.objects.read_attr(object)?.nlink == 0)
         {
             return Err(Errno::NOENT);
         }
+        // Only a transaction that keeps its changes back until the commit (buffer mode) records the link in tables.
         let Some(scope) = self.originals.buffering_scope(scope, parent, NO_BYTES)? else {
             return self.add_link_in_backing(object, parent, name);
         };
@@ -530,10 +563,12 @@ impl<B: Backing> Namespace<B> {
             return Err(Errno::PERM);
         }
         self.must_be_in_one_scope(old, new)?;
+        // The uppermost directory of a transaction is renamed in its parent, which the transaction does not cover.
         if let Some(result) = self.rename_top(old, new, flags) {
             return result;
         }
         let (names, scope) = self.admission.enter_name_change(&[old, new])?;
+        // A transaction may have begun or ended since the first check. From here on none can.
         if !is_same(&self.scopes.scope_at(new.dir, new.name), &scope) {
             return Err(Errno::XDEV);
         }
@@ -544,6 +579,7 @@ impl<B: Backing> Namespace<B> {
             return Ok(());
         };
         let rename = RequestedRename { old, new, flags };
+        // In shadow mode the backing changes at once. Otherwise tables in memory have the new names until the commit.
         match &scope.shadow {
             Some(shadow) => self.rename_in_shadow(&names, &scope, shadow, &objects, rename),
             None => {
@@ -569,7 +605,8 @@ impl<B: Backing> Namespace<B> {
         }
     }
 
-    /// Records a rename that was checked in the tables of a transaction in buffer mode.
+    /// Records a rename in the tables of a transaction that keeps its changes back until the commit. The caller has
+    /// checked the rename ([`Self::check_rename`]).
     fn rename_in_tables(
         &self,
         scope: &Arc<Scope<B>>,
@@ -587,7 +624,7 @@ impl<B: Backing> Namespace<B> {
         if let Some(target) = target {
             self.record_lost_name(scope, target);
         }
-        // The rename adds no link, but it sets the change time of the object.
+        // The rename adds no link (0), but it sets the change time of the object.
         self.record_link_change(scope, source, 0);
         let source_count = subdirectory_count(source);
         let target_count = target.as_deref().map_or(0, subdirectory_count);
@@ -607,14 +644,14 @@ impl<B: Backing> Namespace<B> {
         scope.check_names(&[old.dir, new.dir, source]);
     }
 
-    /// Records in the tables that two objects exchange their names.
+    /// Records in the tables of a transaction that two objects exchange their names. The backing follows at the commit.
     fn exchange_in_tables(
         &self,
         scope: &Arc<Scope<B>>,
         (old, source): (NameAt<'_, B>, &Arc<Object<B>>),
         (new, target): (NameAt<'_, B>, &Arc<Object<B>>),
     ) {
-        // The changes are made before the move, while the objects' present locations are those in the backing.
+        // The entries in the tables are made before the move, because an entry stores the object's old location.
         for object in [source, target] {
             self.record_link_change(scope, object, 0);
         }
@@ -636,7 +673,8 @@ impl<B: Backing> Namespace<B> {
         scope.check_names(&[old.dir, new.dir, source, target]);
     }
 
-    /// Checks a rename in a transaction. Returns the objects of the rename, or `None` if it changes nothing.
+    /// Checks a rename in a transaction, with the errors of rename(2). Returns the object that moves and the one at the
+    /// new name, if there is one. Returns `None` if both names lead to the same object: the rename then does nothing.
     fn check_rename(
         &self,
         old: NameAt<'_, B>,
@@ -697,7 +735,9 @@ impl<B: Backing> Namespace<B> {
         }
     }
 
-    /// Renames an object in the backing, and moves the objects in the table.
+    /// Renames an object in the backing, and records the new locations of the objects in memory. Fails with EBUSY if
+    /// the object that moves, or the one that is replaced, contains a transaction. `names` is the guard that keeps
+    /// other threads from both names.
     pub(crate) fn rename_in_backing(
         &self,
         names: &NameChangeGuard<'_, B>,
@@ -705,7 +745,7 @@ impl<B: Backing> Namespace<B> {
         new: NameAt<'_, B>,
         flags: RenameFlags,
     ) -> Result<()> {
-        // An error is ignored here, because the rename in the backing will return it.
+        // An error of the look-up is ignored here, because the rename in the backing will return it.
         let find_object =
             |name_at: NameAt<'_, B>| self.find_name(name_at.dir, name_at.name).ok().flatten();
         let source = find_object(old);

@@ -1,7 +1,8 @@
-//! [`Object`]: a file, directory, link or special file of the tree, as programs see it.
+//! [`Object`]: a file, directory, link or special file of the mount, as programs see it.
 //!
 //! Terms
-//! * The *base* is the object's inode in the backing, outside of staging.
+//! * The *backing* is the directory that the mount serves. Below its `.firn/` are the files of open transactions.
+//! * The *base* is the object's inode in the backing, outside of `.firn/`.
 //! * The *change* is what the open transaction changes in the object.
 //! * The *staged copy* of a change is an inode below `.firn/`. For an object without a base, the staged copy is the
 //!   object itself, and a commit moves it into place. For other objects it has the new attributes and, of a file, the
@@ -131,6 +132,8 @@ pub(crate) struct NameChange<B: Backing> {
 }
 
 impl<B: Backing> Change<B> {
+    /// Makes an entry without any change for an object of a transaction. `number` is the entry's number in the
+    /// transaction, and `origin` the object's name in the backing, if it has one.
     pub(crate) fn new(number: u64, origin: Option<Location<B>>) -> Self {
         Self {
             number,
@@ -150,7 +153,7 @@ impl<B: Backing> Change<B> {
         }
     }
 
-    /// Returns a copy of the change without its names.
+    /// Returns a copy of the change without the names in the directory, which may be very many.
     pub(crate) fn clone_without_names(&self) -> Self {
         Self {
             number: self.number,
@@ -247,6 +250,8 @@ pub(crate) enum LowerFile {
 }
 
 impl<B: Backing> Object<B> {
+    /// Makes an object as programs see it. `key` is its inode, and `location` its directory and name; `None` for the
+    /// top of the backing and for an object without a name.
     pub(crate) fn new(
         key: ObjectKey,
         kind: Kind,
@@ -343,7 +348,8 @@ impl<B: Backing> Object<B> {
         drop(closed);
     }
 
-    /// Returns the selected file of the backing, and opens it if need be.
+    /// Returns the selected open file of an object: its file in the backing, for reading or writing, or its staged
+    /// copy, which has a transaction's changes. Opens it if need be. Fails with ESTALE if the object has no such file.
     ///
     /// The caller has acquired the object's state, so that the object does not get another base or staged copy
     /// meanwhile.

@@ -1,3 +1,3 @@
-//! Firn's own files in a backing or a backup: the functions of [`firn_hosts::own`].
+//! Reads and writes Firn's own files, below `.firn/` in the tree of a mount or in a backup ([`firn_hosts::own`]).
 
 pub(crate) use firn_hosts::own::*;

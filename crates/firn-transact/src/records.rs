@@ -1,6 +1,7 @@
-//! The records in the directory of a transaction, and the removal of that directory.
+//! Removes the durable files of a transaction in the right order, so that a crash in between loses nothing.
 //!
-//! A *record* is a file that says what to do with the transaction after a crash: `open`, `record`, `commit` or `undo`.
+//! A *record* is a file in the transaction's directory that says what to do with the transaction after a crash: `open`,
+//! `record` (prepared), `commit` (decided) or `undo` (a commit that is undone). All but `open` have a log of changes.
 //!
 //! Invariants
 //! * A log that must still be applied is the last record that is removed. A directory without records is unused, and
@@ -25,8 +26,8 @@ use crate::shadow::Shadow;
 use crate::staging;
 
 impl<B: Backing> LowerBacking<B> {
-    /// Reads the record `file` in the directory `dir` of a transaction. Returns `None` if there is none. `dir_name` is
-    /// the name of `dir`, for messages.
+    /// Reads the record `file`, a stored change log, in the directory `dir` of a transaction. Returns `None` if there
+    /// is none. `dir_name` is the name of `dir`, for messages.
     pub(crate) fn load_record(
         &self,
         dir: &B::Inode,
@@ -64,7 +65,8 @@ impl<B: Backing> LowerBacking<B> {
         self.base.sync_dir(dir)
     }
 
-    /// Removes all records of a transaction, durably. The next open then treats the directory as unused.
+    /// Removes all records of a transaction durably: the files in `dir` that say what a recovery must do. The next
+    /// mount then treats the directory as unused.
     pub(crate) fn remove_records(&self, dir: &B::Inode) -> Result<(), Errno> {
         let is_shadow = Shadow::is_in_dir(&self.base, dir)?;
         // A log that may still have to be applied is removed last.
@@ -78,8 +80,8 @@ impl<B: Backing> LowerBacking<B> {
                 continue;
             }
             self.base.unlink(dir, OsStr::new(record))?;
-            // Each removal must be durable before the next one. Otherwise, after a crash, only `open` could be left,
-            // and recovery would undo changes that count.
+            // In shadow mode the backing has the changes at once. Each removal must be durable before the next one.
+            // Otherwise, after a crash, only `open` could be left, and a recovery would undo changes that count.
             if is_shadow {
                 self.base.sync_dir(dir)?;
             }
@@ -126,8 +128,9 @@ impl<B: Backing> Endings<B> {
         }
     }
 
-    /// Ends a commit or restore whose log is applied: stores the number of the commit that the scope has now, and keeps
-    /// the log if the history wants it for an undo. Otherwise removes the records.
+    /// Ends a commit or restore after its log is applied to the backing. Stores the number of the commit that the
+    /// transaction's directory has now. Keeps the log if the history wants it for an undo; otherwise removes the
+    /// transaction's records.
     pub(crate) fn finish_commit(
         &self,
         dir: &B::Inode,
@@ -162,8 +165,8 @@ impl<B: Backing> Endings<B> {
         scope.set_stage(Stage::Ended);
     }
 
-    /// Removes the directory of a transaction whose outcome is durable. After an error, a later begin or open removes
-    /// the rest.
+    /// Removes the directory of a transaction whose outcome is durable. An error is only logged: a later begin or mount
+    /// removes the rest.
     pub(crate) fn clean_up(&self, scope: &Scope<B>) {
         let is_removed = match self.lower.make_transactions_dir() {
             Ok(transactions_dir) => {

@@ -1,4 +1,10 @@
-//! Recovery of transactions that an earlier firnd left, when a backing is opened.
+//! Finishes or undoes the transactions that a crash left behind, when the mount is made again.
+//!
+//! Terms
+//! * *firnd* is the process that serves one mount. An earlier firnd served the same directory, the *backing*, before.
+//! * The *scope* of a transaction is what it covers. Its *records* are its files that survive a crash.
+//! * The *arena* of a mount has the *pending* data, which is not in the backing yet. It survives firnd.
+//! * In *shadow mode* changes go to the backing at once, and the old state is saved there first.
 //!
 //! | the transaction was | recovery |
 //! |---|---|
@@ -88,7 +94,8 @@ pub(super) struct StoredTransaction<B: Backing> {
 }
 
 impl<B: Backing> LowerBacking<B> {
-    /// Returns the stored transactions, sorted by the names of their directories.
+    /// Returns the transactions with a directory `tx-N` in `transactions_dir`, sorted by the names of their
+    /// directories. Other entries are skipped.
     pub(super) fn stored_transactions(
         &self,
         transactions_dir: &B::Inode,
@@ -140,7 +147,8 @@ impl<B: Backing> LowerBacking<B> {
 }
 
 impl<B: Backing> ArenaNotes<B> {
-    /// Returns the paths below which an arena must drop pending data of a stored transaction. Empty if it is committed.
+    /// Returns the paths below which an arena must drop pending data, which is not in the backing yet, if a stored
+    /// transaction is undone. Empty if the transaction is committed or has ended.
     pub(super) fn paths_to_drop_of(
         &self,
         stored: &StoredTransaction<B>,
@@ -155,9 +163,11 @@ impl<B: Backing> ArenaNotes<B> {
             Some(record) => Some(record.scope.clone()),
             None => staging::load_scope(&self.lower.base, dir, staging::OPEN)?,
         };
+        // Without a stored scope the transaction has ended, and only its directory is left.
         let Some(scope) = scope else {
             return Ok(Vec::new());
         };
+        // Other hosts may have decided the commit while this host was down.
         if self.shared.is_shared_commit(dir, &scope)? {
             return Ok(Vec::new());
         }
@@ -224,8 +234,12 @@ impl<B: Backing> StoredScopes<B> {
         }
     }
 
-    /// Makes the scope of an earlier firnd's transaction in shadow mode, which continues. Returns `None` if the
-    /// transaction creates its top and the top was not moved to its place yet.
+    /// Makes the scope of a transaction that continues although the firnd that began it (the server of the mount) has
+    /// died.
+    ///
+    /// The transaction is in shadow mode: its changes are in the backing, and the old state is saved. Returns `None` if
+    /// the directory that it covers does not exist, because its creation was not finished, or if it is not in shadow
+    /// mode.
     pub(crate) fn revive_scope(
         &self,
         stored: &StoredTransaction<B>,
@@ -260,7 +274,11 @@ impl<B: Backing> StoredScopes<B> {
         Ok(())
     }
 
-    /// Returns the path under which programs see the top of a stored transaction; `None` if the top does not exist.
+    /// Returns the path under which programs see the top of a stored transaction, which is the directory that it
+    /// covers. Returns `None` if the top does not exist in the backing.
+    ///
+    /// `path` is the path at the begin. `top_undo` has all names that the top may have now; `None` if the transaction
+    /// neither created nor renamed it.
     fn present_path(
         &self,
         path: &[u8],
@@ -293,7 +311,10 @@ impl<B: Backing> StoredScopes<B> {
         Ok(object)
     }
 
-    /// Registers a transaction that an earlier firnd prepared. Its scope shows the old tree and cannot be changed.
+    /// Registers a transaction that an earlier firnd, the server of this mount before, prepared. Until the decision
+    /// programs see the old tree in its scope and cannot change it.
+    ///
+    /// `dir` is the transaction's directory in the backing, and `record` its log of changes.
     pub(crate) fn wait_for_decision(
         &self,
         serial: u64,
@@ -301,6 +322,8 @@ impl<B: Backing> StoredScopes<B> {
         record: ChangeLog,
     ) -> Result<(), StoreError> {
         let root = self.recovered_root(&dir, &record)?;
+        // An anchor is a hard link in the transaction's directory, by which an object is found after a crash. Its link
+        // must not count in `st_nlink`.
         let anchors: Vec<(Identity, StagedPath)> = record
             .entries
             .iter()
@@ -309,6 +332,7 @@ impl<B: Backing> StoredScopes<B> {
         let scope = self.new_scope(serial, root, record.scope.clone(), dir, Some(record))?;
         for (identity, StagedPath { dir, name }) in anchors {
             let found = staging::find_dir(&self.lower.base, &scope.new, &dir)?;
+            // Without the directory, the link does not exist.
             let Some((staging_dir, _)) = found else {
                 continue;
             };
@@ -321,6 +345,7 @@ impl<B: Backing> StoredScopes<B> {
             self.link_counts
                 .record_found_link(serial, key, &staging_dir, name, is_dir);
         }
+        // In shadow mode removed objects have links in `kept/`, which must not count either.
         if let Some(shadow) = &scope.shadow {
             self.record_kept_links(serial, shadow)?;
         }
@@ -359,8 +384,12 @@ impl<B: Backing> Recovery<B> {
         }
     }
 
-    /// Continues a transaction of an earlier firnd; `prepared` is its log if it is prepared. Returns `false`, without a
-    /// change, if that is not possible.
+    /// Continues a transaction that an earlier firnd (server of this mount) began, because its programs still run.
+    /// `prepared` is its change log if it is prepared.
+    ///
+    /// Returns `false`, without a change, if the directory that the transaction covers does not exist. The caller has
+    /// checked that the transaction is in shadow mode, so the backing has its changes and the saved old state
+    /// (`scope.shadow`).
     fn continue_transaction(
         &self,
         stored: &StoredTransaction<B>,
@@ -370,10 +399,12 @@ impl<B: Backing> Recovery<B> {
             return Ok(false);
         };
         if self.arena_notes.living.ending.contains(&stored.serial) {
-            // The transaction may be undone in part already, so it can only be aborted.
+            // `living` has the transactions with running programs. The abort of this one had begun (`ending`), so it
+            // may be undone in part and can only be aborted. Changes by its programs fail from now on.
             self.lower.remove_prepared_record(&scope.dir)?;
             scope.refuse_changes();
             if let Some(shadow) = &scope.shadow {
+                // From now on the transaction does not count as complete, so it cannot be prepared or committed.
                 shadow.begin_undo();
             }
         } else if let Some(record) = prepared {
@@ -423,7 +454,10 @@ impl<B: Backing> Recovery<B> {
         Ok(decision)
     }
 
-    /// Applies a decided commit or restore durably, and removes its records.
+    /// Applies a decided commit or restore to the backing durably. Then removes its records, the files by which a later
+    /// recovery would find it.
+    ///
+    /// `log` is applied forward for a commit, and backward for a restore.
     fn finish_decided(
         &self,
         transactions_dir: &B::Inode,
@@ -439,6 +473,8 @@ impl<B: Backing> Recovery<B> {
             away: &away,
         };
         Apply::new(base, self.lower.device, log, direction, &staging_dirs).run()?;
+        // A transaction of several names, or with a new or renamed top, has changes outside of the one path that is
+        // synced below.
         if self.lower.has_more_names(dir)? {
             self.lower.base.sync_all()?;
         } else {
@@ -450,7 +486,7 @@ impl<B: Backing> Recovery<B> {
             .remove_or_keep_for_undo(transactions_dir, *serial, dir)?;
         let id = log.id_after(direction);
         outcome.finished.push(id);
-        // The programs of a living transaction may still request its commit.
+        // If the programs of the transaction still run (it is in `living`), they may still request its commit.
         if direction == Direction::Redo && self.arena_notes.living.open.contains(serial) {
             outcome.unanswered.push(Unanswered {
                 id,
@@ -474,7 +510,10 @@ impl<B: Backing> Recovery<B> {
         Ok(())
     }
 
-    /// Recovers one stored transaction, and adds the result to `outcome`.
+    /// Recovers one transaction that a crash left behind, and adds the result to `outcome`.
+    ///
+    /// A decided one is applied. One with living programs continues (`can_continue`), a prepared one waits for its
+    /// decision, and any other is undone.
     fn recover_stored(
         &self,
         transactions_dir: &B::Inode,
@@ -483,7 +522,9 @@ impl<B: Backing> Recovery<B> {
     ) -> Result<(), OpenError> {
         let can_continue = self.arena_notes.can_continue(stored)?;
         let StoredTransaction { serial, name, dir } = stored;
+        // No new transaction may get the same serial number, and thus the same directory.
         self.scopes.skip_serial(*serial);
+        // This comes first: it stores a decision of the other hosts, which `load_decided` then finds.
         let prepared = self.load_prepared(stored)?;
         if let Some((log, direction)) = self.load_decided(stored)? {
             return self.finish_decided(transactions_dir, stored, (&log, direction), outcome);
@@ -499,6 +540,7 @@ impl<B: Backing> Recovery<B> {
         }
         // Without the mark `open` the transaction has ended, and only its directory is left.
         let scope = staging::load_scope(&self.lower.base, dir, staging::OPEN)?;
+        // In shadow mode the backing has the changes. Otherwise they are lost already, and this does nothing.
         if let Some(scope) = &scope {
             self.shadow_undo.undo_stored(dir, name, scope)?;
         }
@@ -507,7 +549,8 @@ impl<B: Backing> Recovery<B> {
         Ok(())
     }
 
-    /// Returns the log of a transaction that is prepared and not aborted by the other hosts.
+    /// Returns the change log of a prepared transaction, from the file `record` in its directory in the backing.
+    /// Returns `None` if the transaction is not prepared, or if the other hosts have aborted it.
     ///
     /// The other hosts may have decided while this host was down. If so, their decision is stored: a committed record
     /// is renamed to `commit`, and an aborted one is removed.
@@ -565,8 +608,9 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(names.iter().any(|(name, ..)| name.starts_with(b"tx-")))
     }
 
-    /// Returns the numbers of commits that are decided and not fully applied. This function changes nothing;
-    /// [`TransactionalBacking::open`] applies them.
+    /// Returns the numbers of commits that are decided but not fully applied to the backing `base`.
+    ///
+    /// This function changes nothing; [`TransactionalBacking::open`] applies the commits.
     pub fn decided_commits(base: B) -> Result<Vec<u64>, StoreError> {
         let backing = Self::open_unrecovered(base, Opening::default())?;
         let mut ids = Vec::new();
@@ -578,6 +622,7 @@ impl<B: Backing> TransactionalBacking<B> {
         {
             let undo_log = backing.lower.load_record(&dir, &name, staging::UNDO)?;
             let redo_log = backing.lower.load_record(&dir, &name, staging::COMMIT)?;
+            // An undo log means that a commit is being undone.
             match (undo_log, redo_log) {
                 (Some(log), _) => ids.push(log.id_after(Direction::Undo)),
                 (None, Some(log)) => ids.push(log.id_after(Direction::Redo)),
@@ -637,7 +682,10 @@ impl<B: Backing> TransactionalBacking<B> {
         Self::try_open(base, opening, drop_pending).map_err(|(_, error)| error)
     }
 
-    /// Like [`Self::open_with`], but also returns the backing with an error.
+    /// Opens a backing and recovers its transactions, as [`Self::open_with`] does. An error comes with `base`, so that
+    /// the caller can use the backing again.
+    ///
+    /// `drop_pending` is called with the paths below which data must be dropped that is in memory only.
     pub fn try_open<E: From<OpenError> + From<StoreError>>(
         base: B,
         opening: Opening,

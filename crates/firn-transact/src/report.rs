@@ -1,7 +1,7 @@
 //! [`TransactionFigures`]: figures of the transactions of a mount, for the status.
 //!
-//! Promise: the status never waits for a claim or use that a thread may have during a call of the backing. So the
-//! status answers even if the backing hangs.
+//! Promise: the status never waits for a lock that a thread may hold during a call of the backing (the file system
+//! below the mount). So the status answers even if the backing hangs.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
@@ -60,8 +60,11 @@ impl<B: Backing> TransactionalBacking<B> {
             .collect()
     }
 
-    /// Returns the figures of one transaction in this stage.
+    /// Returns the figures of one transaction in this stage, for the status. Takes no lock that a thread may hold
+    /// during a call of the backing.
     fn figures_of(&self, scope: &Scope<B>, stage: Stage) -> TransactionFigures {
+        // An earlier firnd prepared a recovered transaction, so only its record has the changes. In shadow mode the
+        // saved objects count.
         let objects = match (&scope.recovered, &scope.shadow) {
             (Some(record), _) => record.entries.len() as u64,
             (None, Some(shadow)) => shadow.saved_count(),

@@ -6,7 +6,7 @@
 //! Invariants
 //! * Programs change the scope only while the stage is open. In any other stage a change waits until the stage is open
 //!   or ended. The change fails if that may never happen.
-//! * `changed` has every object with a change, by the number of the change.
+//! * [`Scope::changed`] has every object with a change, by the number of the change.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsStr;
@@ -154,10 +154,11 @@ impl<B: Backing> Clone for StagingDir<B> {
 }
 
 impl<B: Backing> Scope<B> {
-    /// Makes the scope of the transaction that is stored in `dir`.
+    /// Makes the table of a transaction that is stored in the directory `dir`. It covers the directory `root`, which
+    /// has the path `path` at the begin.
     ///
-    /// `recovered` is the log of a transaction that an earlier firnd prepared. `shadow` is the saved state in shadow
-    /// mode.
+    /// `recovered` is the change log if an earlier firnd (server of this mount) prepared the transaction. `shadow` is
+    /// the saved old state; `None` if changes are kept back until the commit.
     pub(crate) fn new(
         base: &B,
         serial: u64,
@@ -170,6 +171,7 @@ impl<B: Backing> Scope<B> {
         let stage = recovered
             .as_ref()
             .map_or(Stage::Open, |record| Stage::Prepared(record.id));
+        // The names of `root` in its parent, which the transaction does not cover.
         let top = ScopeTop::new(&root, &path, recovered.as_ref(), shadow.is_some());
         Ok(Self {
             serial,
@@ -215,7 +217,8 @@ impl<B: Backing> Scope<B> {
         self.last_number.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    /// Waits until programs may change the scope, or until the transaction is over.
+    /// Waits until programs may change what the transaction covers, or until the transaction is over. The caller holds
+    /// no use of the scope, because the end of the transaction waits for all uses.
     ///
     /// Fails with ECANCELED if the transaction is about to be aborted. Fails with EBUSY if an earlier firnd prepared
     /// it, because its decision may never come.
@@ -327,9 +330,10 @@ impl<B: Backing> Scope<B> {
         })
     }
 
-    /// Returns the staging directory for objects that are made in `parent`, and makes it if there is none.
+    /// Returns the staging directory for objects that are made in `parent`, and makes it if there is none. New objects
+    /// are in a staging directory of the transaction until the commit moves them.
     ///
-    /// The staging directory gives the objects the group and the ACL that the kernel would give them in `parent`.
+    /// It gives the objects the group and the ACL that the kernel would give them in `parent`.
     pub(crate) fn staging_dir_for(
         &self,
         base: &B,

@@ -1,7 +1,9 @@
 //! [`Scopes`]: the list of a backing's transactions that are not over, and look-ups in it.
 //!
-//! A transaction may begin while a decided commit of its scope is not applied yet. It *follows* that commit: the commit
-//! refers to it, and it takes the commit's place in the list when the commit ends.
+//! The *scope* of a transaction is what it covers: a directory and all below it, or some names in a directory. The
+//! uppermost directory is its *top*. A transaction may begin while an earlier commit of its scope is decided but not
+//! applied to the backing yet. It *follows* that commit: the commit refers to it, and it takes the commit's place in
+//! the list when the commit ends.
 //!
 //! Invariants, asserted in debug builds after each change of the list
 //! * Scopes in the list do not overlap. Scopes of names in one directory have no name in common.
@@ -143,8 +145,8 @@ impl<B: Backing> Scopes<B> {
         self.transactions_where(|first| first.has_path(path))
     }
 
-    /// Returns the transactions of the list for which `select` returns true, each followed by the one that follows its
-    /// commit. Transactions that are over are left out.
+    /// Returns the transactions of the list for which `select` returns true, with their stages. After a decided commit
+    /// comes the transaction that programs have begun since, if there is one. Transactions that are over are left out.
     fn transactions_where(
         &self,
         select: impl Fn(&Scope<B>) -> bool,
@@ -202,7 +204,8 @@ impl<B: Backing> Scopes<B> {
             .filter(|scope| scope.names_in_root.is_none() && Arc::ptr_eq(&scope.root, root))
     }
 
-    /// Returns the transaction whose scope contains an object; `None` if there is none.
+    /// Returns the transaction that covers an object; `None` if there is none. A transaction covers a directory and all
+    /// below it, or some names in a directory and all below them.
     pub(crate) fn scope_of(&self, object: &Arc<Object<B>>) -> Option<Arc<Scope<B>>> {
         if self.is_empty() {
             return None;
@@ -287,7 +290,7 @@ impl<B: Backing> Scopes<B> {
         std::mem::take(&mut self.leftovers.lock())
     }
 
-    /// Asserts the invariants of the list, in debug builds.
+    /// Asserts, in debug builds, that the transactions in `list` do not overlap and have different serial numbers.
     fn check_invariants(&self, list: &[Arc<Scope<B>>]) {
         if !cfg!(debug_assertions) {
             return;

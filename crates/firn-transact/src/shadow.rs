@@ -1,4 +1,5 @@
-//! Shadow mode: changes go to the backing at once, after the old state of the object was saved.
+//! Shadow mode of transactions: changes go to the backing (the directory below the mount) at once, after the old state
+//! of the object was saved. An abort restores it.
 //!
 //! This mode is for jobs whose hosts write parts of the same files, where buffered changes would conflict. The saved
 //! data is the old state and not a history of changes, so its parts have no order. It has:
@@ -124,7 +125,8 @@ impl<B: Backing> Shadow<B> {
         Ok(())
     }
 
-    /// Returns the saved state in the directory of a transaction; `None` if the transaction is in buffer mode.
+    /// Returns the saved old state in the directory of a transaction that makes its changes at once (shadow mode).
+    /// Returns `None` if the transaction keeps its changes back until the commit (buffer mode).
     pub(crate) fn find_in_dir(base: &B, dir: &B::Inode) -> Result<Option<Self>> {
         let Some((saved, attr)) = staging::find_dir(base, dir, SAVED)? else {
             return Ok(None);
@@ -172,7 +174,7 @@ impl<B: Backing> Shadow<B> {
         Ok(listed.is_some_and(|(_, listed_ino, _)| listed_ino == attr.ino))
     }
 
-    /// Asserts that the tables of saved objects and directories agree.
+    /// Asserts that the tables of saved objects and directories agree. Their old state is saved for an abort.
     pub(crate) fn check_invariants(&self) {
         let save_states = self.save_states.lock();
         for (ino, dir) in self.saved_dirs.lock().iter() {
@@ -243,8 +245,8 @@ impl<B: Backing> Shadow<B> {
         self.save_states.lock().insert(ino, SaveState::New);
     }
 
-    /// Removes a name of an object that existed before the transaction. The object moves to `kept/`, unless it has a
-    /// name there already.
+    /// Removes the name `name` in `dir` of an object that existed before the transaction. The object moves to `kept/`,
+    /// from which an abort restores it, unless it has a name there already. `ino` is the object's inode number.
     fn move_to_kept(&self, base: &B, dir: &B::Inode, name: &OsStr, ino: u64) -> Result<()> {
         let kept_name = ino.to_string();
         let kept_name = OsStr::new(&kept_name);

@@ -1,6 +1,9 @@
-//! The files of transactions in `.firn/`, and the attributes of staged objects.
+//! The files that transactions have in `.firn/`, Firn's own directory in the tree that a mount serves.
 //!
 //! `tx-N` is the directory of the transaction with the serial number N, `DIR` and `M` are numbers.
+//! * An object is *staged* there before the commit moves it, or its bytes, into the visible tree.
+//! * The *scope* is what a transaction covers, and the *top* is its uppermost directory.
+//! * An *arena* is the memory of a mount with data that is not in the backing (that tree on disk) yet.
 //!
 //! ```text
 //! .firn/committed          number of the last commit of each scope: a line each, with the path in hex
@@ -85,7 +88,8 @@ pub(crate) fn store_commit_numbers<B: Backing>(
     replace_file(base, transactions_dir, COMMITTED, text.as_bytes())
 }
 
-/// Reads the path of a scope from a file of its transaction. Returns `None` if there is no such file.
+/// Reads the path of the directory that a transaction covers (its scope) from the file `name` in the transaction's
+/// directory `parent`. Returns `None` if there is no such file.
 pub(crate) fn load_scope<B: Backing>(
     base: &B,
     parent: &B::Inode,
@@ -217,7 +221,8 @@ pub(crate) fn read_xattrs<B: Backing>(
     Ok(xattrs)
 }
 
-/// Sets the extended attributes of an object, and removes all others. Returns whether the object has or had any.
+/// Sets the extended attributes of an object, and removes all others. Returns whether the object has or had any. Errors
+/// count only for attributes that need no privilege.
 pub(crate) fn set_xattrs<B: Backing>(
     base: &B,
     inode: &B::Inode,

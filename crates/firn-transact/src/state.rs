@@ -1,9 +1,10 @@
-//! [`NameState`]: the states of CprFS, which say what became of a name of a file since the transaction began.
+//! [`NameState`]: what became of a name of a file since a transaction began: unlinked, renamed, truncated and so on.
 //!
-//! The paper (table 1, figure 5, table 2) follows every call from state to state, and so do the tests (`tests/oracle`).
-//! Here the states are derived from the tables of the transaction when the status needs them; nothing is recorded while
-//! programs change names. A commit does not use the states: it uses the objects and their names before and after
-//! ([`crate::change_log`]), which also covers directories, links and special files.
+//! The states are those of the paper on CprFS. The paper (table 1, figure 5, table 2) follows every call from state to
+//! state, and so do the tests (`tests/oracle`). Here the states are derived from the tables of the transaction when the
+//! status needs them; nothing is recorded while programs change names. A commit does not use the states: it uses the
+//! objects and their names before and after ([`crate::change_log`]), which also covers directories, links and special
+//! files.
 //!
 //! Invariants
 //! * A state depends only on the names in the backing and the names that programs see, not on the calls between the
@@ -106,7 +107,8 @@ impl<B: Backing> Scope<B> {
         counts
     }
 
-    /// Returns the states of all changed names of files.
+    /// Returns what the transaction did to each name of a file that it changed, from its tables in memory. A file's
+    /// *origin* is its name before the transaction.
     fn derive_states(&self) -> HashMap<Name, NameState> {
         let changed: Vec<_> = self.changed.lock().values().cloned().collect();
         let mut tables = ChangeTables::default();
@@ -179,7 +181,8 @@ enum OldFile {
 }
 
 impl ChangeTables {
-    /// Adds the changes of an object. Does not wait for a change that is under way.
+    /// Adds what a transaction changed in an object to these tables. Does not wait for a change that is under way. Does
+    /// nothing if the object has no change.
     fn add_object<B: Backing>(&mut self, object: &Object<B>) {
         let state = object.state.read_unclaimed();
         let Some(change) = &state.change else {
@@ -229,7 +232,8 @@ impl ChangeTables {
         }
     }
 
-    /// Returns the state of a changed name. Returns `None` if neither programs nor the backing have a file there.
+    /// Returns what a transaction did to a name, from the file that the name had before (`old`) and the one that it has
+    /// now. Returns `None` if neither programs nor the backing have a file there. "In place" means under the old name.
     fn state_of(&self, changed: &ChangedName) -> Option<NameState> {
         let old = self.old_file(changed);
         let Some(key) = changed.file else {

@@ -1,8 +1,11 @@
-//! [`TopOverlay`]: names of scopes' tops as programs see them in the parent directories.
+//! [`TopOverlay`]: shows the uppermost directory of a transaction in its parent, under the name that programs gave it.
 //!
-//! The *top* of a scope is the directory that a transaction covers. In buffer mode the backing does not have the name
-//! of a new or renamed top before the commit, so look-ups and listings of the parent add that name from here. A
-//! *reserved* name is hidden from programs, and no object may get it.
+//! Terms
+//! * The *scope* of a transaction is the part of the tree that it covers, and the *top* is its uppermost directory. The
+//!   parent of the top is not in the scope.
+//! * In *buffer mode* changes are kept back until the commit. The backing (the directory below the mount) then does not
+//!   have the name of a new or renamed top. Look-ups and listings of the parent add that name from here.
+//! * A *reserved* name is hidden from programs, and no object may get it.
 
 use std::ffi::{OsStr, OsString};
 use std::sync::Arc;
@@ -99,7 +102,8 @@ impl<B: Backing> TopOverlay<B> {
         !self.scopes.with_top_in(dir).is_empty()
     }
 
-    /// Returns the attributes of a directory, with the link count and times that its shown tops give it.
+    /// Returns the attributes of a directory as programs see them: with the link count and times from the *tops* that
+    /// it shows, which are uppermost directories of transactions. The backing does not have new tops before the commit.
     pub(crate) fn attr_with_tops(&self, dir: &Object<B>, inode: &B::Inode) -> Result<Attr, Errno> {
         loop {
             let tops = self.shown_tops(dir);
@@ -123,7 +127,8 @@ impl<B: Backing> TopOverlay<B> {
         }
     }
 
-    /// Returns the tops that a directory shows under names that the backing does not have.
+    /// Returns the uppermost directories of transactions (tops) that `dir` shows under names that the backing does not
+    /// have, because they were created or renamed before the commit.
     fn shown_tops(&self, dir: &Object<B>) -> ShownTops<B> {
         let mut tops = ShownTops {
             scopes_with_new_tops: Vec::new(),
@@ -142,7 +147,8 @@ impl<B: Backing> TopOverlay<B> {
         tops
     }
 
-    /// Returns for each scope whether the application of its commit has moved the top to `dir` in the backing already.
+    /// Returns for each transaction whether its uppermost directory (top) has been moved to `dir` in the backing
+    /// already. The transactions create their tops; the move is a step of the commit.
     fn which_tops_are_moved(
         &self,
         dir: &B::Inode,

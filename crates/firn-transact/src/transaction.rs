@@ -1,5 +1,5 @@
 //! Operations on whole transactions, each step in its own file: begin, prepare, decide and apply, abort. Also the
-//! handles that callers hold ([`handle`]).
+//! handles by which callers refer to a transaction ([`handle`]).
 
 mod abort;
 pub(crate) mod apply_commit;

@@ -1,4 +1,7 @@
-//! [`TransactionalBacking`]: a backing whose directories can be in a transaction.
+//! [`TransactionalBacking`]: a file system whose directories can be in a transaction, as a layer over another one.
+//!
+//! A file system below a mount or below such a layer is a *backing*. The *scope* of a transaction is what it covers;
+//! the *top* is its uppermost directory. In *shadow mode* the backing has a transaction's changes at once.
 //!
 //! It is assembled from parts. Each part is built from the parts before it. An operation that one part can do is a
 //! method of that part.

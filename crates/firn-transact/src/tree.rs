@@ -1,4 +1,7 @@
-//! The table of objects in use, by inode, and the tables of threads that use their names and data.
+//! [`Tree`]: the objects (files, directories, links) in use, by inode, and the threads that use their names and data.
+//!
+//! A transaction covers a part of the tree, its *scope*. To *quiesce* a scope is to let changes end and none begin. A
+//! *claim* is a read-write lock that may be held during a call of the file system below.
 //!
 //! Invariants
 //! * An inode that is in use has exactly one object, even if it has several names.
@@ -122,7 +125,8 @@ impl<B: Backing> Tree<B> {
         &self.top
     }
 
-    /// Returns the object of an inode that was looked up as `name` in `parent`; makes the object if there is none.
+    /// Returns the object of an inode that was looked up as `name` in `parent`; makes the object if there is none. An
+    /// inode in use has one object, under all of its names.
     pub(crate) fn intern(
         &self,
         base: &B,

@@ -1,10 +1,11 @@
-//! Applied commits that were not answered, because the request failed after the application.
+//! Remembers commits that were applied although their request failed, so that a repeated request succeeds.
 //!
 //! A repeated request with the same number is for such a commit, not for the transaction that follows it. The commit is
 //! remembered until it is requested again, or until another request for the scope arrives. An unmount forgets it: the
 //! next mount leaves its vote, and no later transaction can be confused with it.
 //!
-//! With several hosts, this file also leaves votes and ballots that could not be left at once.
+//! With several hosts, a *vote* or *ballot* decides a commit by files that all hosts see. A host *leaves* it when it
+//! records there that it has applied the commit. This file also leaves votes that could not be left at once.
 
 use firn_backing::{Backing, Errno};
 
@@ -32,8 +33,8 @@ pub(crate) struct AppliedCommit {
 }
 
 impl<B: Backing> DecidedCommits<B> {
-    /// Records for the other hosts that this host has applied a commit. After an error
-    /// [`Self::leave_remaining_votes`] tries again.
+    /// Records for the other hosts that this host has applied a commit: it leaves the vote and the shared transaction.
+    /// `scope` is the path of the transaction's directory. After an error [`Self::leave_remaining_votes`] tries again.
     pub(crate) fn leave_applied(&self, id: u64, scope: &[u8]) -> Result<(), Errno> {
         let left = self
             .shared

@@ -1,6 +1,7 @@
-//! Shared and exclusive use of areas of the tree, across calls of the backing.
+//! [`UseTable`]: shared and exclusive use of areas of the tree, for threads that call the file system below the mount.
 //!
-//! A call of the backing may hang, so no thread holds a lock across it. This table takes the place of such a lock.
+//! A call of that file system (the *backing*) may hang, so no thread holds an ordinary lock across it. This table takes
+//! the place of such a lock.
 //!
 //! * A *use* is shared: a thread that looks up or changes objects enters a use of them ([`UseTable::enter`]).
 //! * A *quiet* area is used by one thread alone: a thread that begins, prepares or ends a transaction quiesces the
@@ -141,7 +142,10 @@ impl<B: Backing> UseTableState<B> {
 }
 
 impl<B: Backing> UseTable<B> {
-    /// Waits until none of the objects is in a quiet area. Returns a guard, which uses them until it is dropped.
+    /// Waits until none of the objects is in a quiet area, which one thread has for itself to begin or end a
+    /// transaction. Returns a guard; until it is dropped, a thread that wants such an area with these objects waits.
+    ///
+    /// The caller holds no lock.
     #[track_caller]
     pub(crate) fn enter(&self, objects: &[&Arc<Object<B>>]) -> UseGuard<'_, B> {
         assert_none_held("a use, which waits for a call");
@@ -161,8 +165,10 @@ impl<B: Backing> UseTable<B> {
         }
     }
 
-    /// Waits until no other thread has a use or a quiet area in `areas`. Returns a guard, which keeps the areas quiet
-    /// until it is dropped.
+    /// Waits until no other thread uses objects in `areas` or has a part of them for itself. Returns a guard, which
+    /// keeps the areas quiet until it is dropped: threads that want to use objects there wait.
+    ///
+    /// The caller holds no lock, and no use in this table.
     #[track_caller]
     pub(crate) fn quiesce(&self, areas: Vec<Area<B>>) -> QuietAreas<'_, B> {
         assert_none_held("a use, which waits for a call");
@@ -202,7 +208,8 @@ pub(crate) struct UseGuard<'a, B: Backing> {
 }
 
 impl<B: Backing> UseGuard<'_, B> {
-    /// Records that the caller is about to move or remove the directory `dir`.
+    /// Records that the caller is about to move or remove the directory `dir`. Until the guard `self` is dropped, no
+    /// transaction can begin or end at or below `dir`.
     ///
     /// Fails with EBUSY if an area at or below `dir` is quiet, because a transaction begins or ends there.
     pub(crate) fn announce_move(&self, dir: &Arc<Object<B>>) -> Result<(), Errno> {

@@ -1,4 +1,7 @@
-//! Votes: several hosts agree on the commit of one transaction.
+//! Votes: several hosts agree on the commit of one transaction, by files in a directory that all of them see.
+//!
+//! The *scope* is the directory that the transaction covers. A [`Ballot`] is the general form of such a decision, by
+//! put-once files: the first host creates such a file, and none changes it.
 //!
 //! 1. Each host prepares its part of the transaction in its own directory below `.firn/`, and publishes a list of the
 //!    bytes and names that its programs used.
@@ -283,8 +286,9 @@ impl<B: Backing> Votes<B> {
         Ok(VoteBallot::in_dir(vote_dir))
     }
 
-    /// Publishes this host's list for the vote on commit `id`; see
-    /// [`Prepared::publish_accesses`](crate::Prepared::publish_accesses).
+    /// Publishes what this host's programs read and changed, for the vote of all hosts on commit `id`; see
+    /// [`Prepared::publish_accesses`](crate::Prepared::publish_accesses). The transaction `scope` is prepared, which
+    /// means that its changes are durable in a record. Does nothing on a mount of one host.
     ///
     /// Returns `LastVoteNotOver` while an earlier vote of the same number is being removed; the caller may then try
     /// again. If this host no longer knows what its programs read, it ends the vote for all hosts without a commit.
@@ -299,6 +303,7 @@ impl<B: Backing> Votes<B> {
         };
         let vote = self.make_vote(members, id, &scope.path).map_err(not_over)?;
         let view = vote.ballot.view().map_err(not_over)?;
+        // A vote that this host has left is an earlier one of the same number.
         if view.left.contains(&members.host) {
             vote.remove_if_over()?;
             return Err(VoteError::LastVoteNotOver { id });
@@ -434,7 +439,8 @@ impl<B: Backing> Votes<B> {
         self.decide_vote(id, scope, Proposal::Abort)
     }
 
-    /// Decides a commit or an abort for all hosts, if there is no decision yet.
+    /// Decides a commit or an abort of a transaction for all hosts, if there is no decision yet. `scope` is the path of
+    /// the transaction's directory. Does nothing on a mount of one host.
     ///
     /// Returns `Ok` if the proposal is the decision that counts, and otherwise an error that says what was decided. A
     /// commit fails with `NotVoted` if there is no verdict. It fails with the conflict or the reason if the verdict
@@ -512,9 +518,10 @@ impl<B: Backing> Votes<B> {
         Ok(())
     }
 
-    /// After a crash, leaves the votes in which this host has nothing left to do.
+    /// After a crash, leaves the votes (on commits of several hosts, in the backing) in which this host has nothing
+    /// left to do. Removes votes that are over.
     ///
-    /// `waiting` has the number and scope of each transaction that this host still has; their votes remain.
+    /// `waiting` has the number and path of each transaction that this host still has; their votes remain.
     pub(crate) fn leave_old_votes(&self, waiting: &[(u64, Vec<u8>)]) -> Result<(), Errno> {
         let Some(members) = &self.lower.members else {
             return Ok(());
@@ -572,11 +579,13 @@ impl<B: Backing> Votes<B> {
             .collect())
     }
 
-    /// Makes a prepared transaction open again, leaves its vote, and returns the accesses that were recorded; see
-    /// [`Prepared::reopen`](crate::Prepared::reopen).
+    /// Makes a prepared transaction open again, so that programs can change it. Leaves its vote, and returns the
+    /// accesses of programs that were recorded for the vote; see [`Prepared::reopen`](crate::Prepared::reopen). Returns
+    /// none if the transaction is open already.
     ///
     /// Fails if the transaction has another number, is over, or was prepared by an earlier firnd.
     pub(crate) fn reopen(&self, scope: &Scope<B>, id: u64) -> Result<Vec<AccessedFile>, VoteError> {
+        // No other thread commits or aborts the transaction meanwhile.
         let _quiet = self.tree.quiesce(vec![scope.area()]);
         match scope.stage() {
             Stage::Prepared(found) if found == id => {}
@@ -603,7 +612,8 @@ impl<B: Backing> Votes<B> {
         Ok(scope.recorded_accesses.lock().take().unwrap_or_default())
     }
 
-    /// Checks that a shadow transaction of several hosts may be reopened.
+    /// Checks that a prepared transaction of several hosts in shadow mode (changes are made at once) may be opened
+    /// again for changes. Other transactions always may.
     ///
     /// Ends the vote without a commit first. If the hosts have already agreed and none has aborted, they may
     /// commit at any time, so nothing may change any more; this function then fails with `Decided`.

@@ -1,4 +1,6 @@
-//! [`Admission`]: changes wait while the transaction of their object is prepared, decided or being applied.
+//! [`Admission`]: lets a change of a file or name wait while a transaction that covers it is prepared or committed.
+//!
+//! A transaction covers a part of the tree, its *scope*.
 //!
 //! Promises
 //! * An admitted thread is in the table of uses ([`crate::uses`]) until its change is made. A begin, prepare, commit or
@@ -35,7 +37,8 @@ impl<B: Backing> Admission<B> {
         }
     }
 
-    /// Waits until names in these directories may be changed, and returns the guard and the transaction.
+    /// Waits until names in these directories may be changed. Returns a guard, which keeps other threads from these
+    /// names until it is dropped, and the transaction that covers them, if there is one.
     ///
     /// The names must all be in the same transaction, or all in none. Fails with ECANCELED if the transaction is about
     /// to be aborted, and with EBUSY if its decision may never come.
@@ -75,7 +78,8 @@ impl<B: Backing> Admission<B> {
         StableNamesGuard::new(dirs_use, names_claims)
     }
 
-    /// Waits until data or attributes of an object may be changed, and returns the guard and the transaction. Fails as
+    /// Waits until data or attributes of an object may be changed. Returns a guard and the transaction that covers the
+    /// object, if there is one. Until the guard is dropped, no transaction of the object begins or ends. Fails as
     /// [`Self::enter_name_change`] does.
     pub(crate) fn enter_data_change(
         &self,

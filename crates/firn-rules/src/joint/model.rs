@@ -1,5 +1,7 @@
 //! Model check of [`next_step`]: all interleavings of two hosts that commit one checkpoint together.
 //!
+//! The *event* is the change that completes the checkpoint. An *attempt* is one try of the hosts to commit it.
+//!
 //! In the model, programs write and close files, end or are killed, and hosts die. A host reads the shared state and
 //! acts on it in two separate steps, so it may act on a state that is no longer true.
 
@@ -82,7 +84,7 @@ fn number(host: &str) -> usize {
 }
 
 impl World {
-    /// Returns the shared state as [`next_step`] reads it.
+    /// Returns the state that both hosts share in the form in which [`next_step`], the checked function, reads it.
     fn view(&self) -> JointView {
         let attempt = self.shared.attempts.last().map(|attempt| Attempt {
             number: self.shared.attempts.len() as u64,
@@ -118,7 +120,7 @@ impl World {
         last.is_some_and(|last| last.is_clear != Some(false))
     }
 
-    /// Returns the part of a host as [`next_step`] reads it.
+    /// Returns the state of one host's part of the checkpoint as [`next_step`], the checked function, reads it.
     fn own(&self, index: usize) -> OwnPart {
         let host = &self.hosts[index];
         OwnPart {
@@ -147,7 +149,8 @@ impl World {
         })
     }
 
-    /// Takes the planned step of a host.
+    /// Takes the step that a host has planned from an earlier look at the shared state. That state may have changed
+    /// since. The host has a planned step.
     fn act(&mut self, index: usize) {
         let step = self.hosts[index]
             .planned_step
@@ -237,7 +240,8 @@ impl World {
         }
     }
 
-    /// Returns the states that may come next.
+    /// Returns the worlds (states of both hosts and of what they share) that may come next: each is one step of a host
+    /// or of its programs further.
     fn next_worlds(&self) -> Vec<Self> {
         let mut all = Vec::new();
         for index in 0..2 {

@@ -1,7 +1,8 @@
-//! Copies the bytes of one staged file from the backing to the backup, or back.
-//!
-//! Holes are not copied. A checksum over the copied bytes is stored in the manifest and compared when they are copied
+//! Copies the bytes of one file of a transaction from the backing (the directory below the mount) to the backup, or
 //! back.
+//!
+//! Holes are not copied. A checksum over the copied bytes is stored in the *manifest*, the backup's list of files and
+//! changes. It is compared when the bytes are copied back.
 //!
 //! Promise: an error says whether the backing or the backup failed.
 
@@ -16,8 +17,8 @@ use crate::copy::{CopyError, OpenFile, copy_blocks};
 use crate::error::{BackupError, ReviveError};
 use crate::staging;
 
-/// Copies the staged file `inode` of the backing `base` to the new file `name` in the directory `dir` of the backup
-/// `store`. Returns what the manifest says of the bytes.
+/// Copies the file `inode` of a transaction in the backing `base` to the new file `name` in the directory `dir` of the
+/// backup `store`. Returns what the manifest, the backup's list of files, says of the bytes. Holes are not copied.
 ///
 /// Calls `may_continue` after each block. Fails with EAGAIN of the backing if `may_continue` returns false or the file
 /// became shorter meanwhile.
@@ -75,7 +76,8 @@ pub(super) struct BackupDir<'a, B: Backing> {
     pub(super) dir: &'a B::Inode,
 }
 
-/// Fills the empty file `staged_file` of the backing `base` with bytes of the backup.
+/// Fills the empty file `staged_file` of a transaction, in the backing `base`, with the bytes that `content` describes
+/// in the backup.
 ///
 /// Fails with `Damaged` if the backup does not have the file, or has other bytes than were copied to it.
 pub(super) fn copy_from_backup<B: Backing>(

@@ -2,6 +2,7 @@
 //!
 //! Terms
 //! * The *copy* of a transaction is its directory in the backup ([`TransactionCopy`]).
+//! * The *manifest* of a copy is its list of files and changes.
 //! * A copy is *complete* if its manifest and everything that the manifest refers to are durable. The commit can then
 //!   be finished from the backup.
 //! * To *withdraw* a copy is to remove its manifest, durably. The files remain for a later prepare.
@@ -235,8 +236,8 @@ impl<B: Backing> Mirror<B> {
         self.ended_dirs.lock().iter().cloned().collect()
     }
 
-    /// Records the result of a round or prepare, for the status. `left_bytes` is the number of bytes that were not
-    /// copied.
+    /// Records, for the status, the result of a copy of a transaction's files to the backup: by a *round* while it is
+    /// open, or by its prepare. `left_bytes` is the number of bytes that were not copied.
     pub(super) fn record_progress<T>(
         &self,
         scope: &Scope<B>,
@@ -344,7 +345,8 @@ pub(super) fn remove_manifest_of<B: Backing>(store: &B, name: &str) -> Result<()
     ignore_if_removed(store, name, removed).map_err(not_removed)
 }
 
-/// Removes the directory of a transaction, the manifest first. Succeeds if there is no directory.
+/// Removes the directory `name` of a transaction in the backup `store`, and its manifest (the list of files and
+/// changes) first. Without the manifest, the backup does not count. Succeeds if there is no directory.
 ///
 /// Files that Firn did not make are left alone. Fails with ENOTEMPTY if there are any.
 pub(super) fn remove_directory<B: Backing>(

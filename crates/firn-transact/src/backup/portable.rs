@@ -1,5 +1,8 @@
-//! Portable change logs for backups: objects are identified by path, because inode numbers are not valid in another
-//! tree.
+//! Makes portable change logs for backups: what a transaction changes, with each object identified by its path. Inode
+//! numbers are not valid in another tree.
+//!
+//! The log that is translated is the *record*, the change log that a prepare stores. The *backing* is the directory
+//! below the mount.
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
@@ -42,6 +45,8 @@ pub(super) struct PortableLogMaker<'a, B: Backing> {
 }
 
 impl<'a, B: Backing> PortableLogMaker<'a, B> {
+    /// Prepares the translation of the change log `log` of a transaction in the backing `base`. `device` is the device
+    /// number of the backing's top.
     pub(super) fn new(base: &'a B, device: u64, log: &'a ChangeLog) -> Self {
         let entries = log
             .entries
@@ -75,10 +80,10 @@ impl<'a, B: Backing> PortableLogMaker<'a, B> {
         })
     }
 
-    /// Returns the portable form of an entry.
+    /// Returns the portable form of an entry of the change log, which finds its object by path and not by inode number.
     ///
-    /// Returns `None` if no name of the object is found and the log does not change the object. Fails with `NoPath` if
-    /// no name is found but the log changes the object.
+    /// Returns `None` if no name of the object is found in the backing and the log does not change the object. Fails
+    /// with `NoPath` if no name is found but the log changes the object.
     fn portable_entry(&mut self, entry: &'a Entry) -> Result<Option<Entry>, BackupError> {
         let mut portable_entry = Entry {
             identity: Identity::NONE,
@@ -125,9 +130,11 @@ impl<'a, B: Backing> PortableLogMaker<'a, B> {
         Ok(Some(portable_entry))
     }
 
-    /// Returns the object of an entry if it is at this name in the backing.
+    /// Returns the object of an entry of the change log, with its path, if it is at this name in the backing; `None`
+    /// otherwise.
     ///
-    /// `searched` has the directories whose searches led here. The search ends if they form a circle.
+    /// `searched` has the directories that are being searched for on the way here. The search ends if they form a
+    /// circle.
     fn find_at(
         &mut self,
         entry: &Entry,
@@ -150,7 +157,8 @@ impl<'a, B: Backing> PortableLogMaker<'a, B> {
         }))
     }
 
-    /// Returns the directory with a number in the record; `None` if it is new or no name of it is found.
+    /// Returns the directory that has `number` in the change log. Returns `None` if the transaction made it, or if no
+    /// name of it is found in the backing. `searched` has the directories that are being searched for on the way here.
     fn find_dir(
         &mut self,
         number: u64,

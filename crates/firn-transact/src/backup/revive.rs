@@ -1,8 +1,8 @@
 //! [`Revival`]: prepares a transaction again from its backup, after the host or `.firn/` was lost.
 //!
-//! The backing must have the tree from before the transaction. It may be a copy with other inode numbers, so objects
-//! are found by path. The check of the tree reads no file contents: it compares kinds, sizes, links, and the number of
-//! the last commit.
+//! `.firn/` has the files of transactions in the backing, the directory below the mount. The backing must have the tree
+//! from before the transaction. It may be a copy with other inode numbers, so objects are found by path. The check of
+//! the tree reads no file contents: it compares kinds, sizes, links, and the number of the last commit.
 //!
 //! Promise: after an error the backing is unchanged, apart from `.firn/`.
 
@@ -79,7 +79,9 @@ impl<B: Backing> Revival<B> {
         }
     }
 
-    /// Prepares the transaction of `manifest` from its copy, the directory `dir` named `name` in the backup `store`.
+    /// Prepares a transaction again from its copy, the directory `dir` named `name` in the backup `store`. The host or
+    /// `.firn/` in the backing was lost. `manifest` is the change log in the copy. The transaction then waits for its
+    /// decision.
     ///
     /// Fails with `OtherTree`, `Overlaps` or `Applied` if the backing does not have the tree from before the
     /// transaction, and with `Damaged` if the copy does not have the bytes that the manifest says.
@@ -131,7 +133,8 @@ impl<B: Backing> Revival<B> {
         Ok(self.stored_scopes.wait_for_decision(serial, dir, record)?)
     }
 
-    /// Finds all objects of the backing that the manifest refers to.
+    /// Finds all objects of the backing that the manifest (the change log in a backup) refers to, by their paths.
+    /// Returns them by their numbers in the manifest. Fails with `OtherTree` if one is missing or differs.
     fn find_objects(&self, manifest: &ChangeLog) -> Result<FoundObjects<B>, ReviveError> {
         let top = FoundObject {
             inode: self.lower.base.root(),
@@ -168,8 +171,9 @@ impl<B: Backing> Revival<B> {
         Ok(record)
     }
 
-    /// Checks that no stored transaction overlaps the scope of the manifest, and that the last commit of the scope is
-    /// the one before the transaction. A backing without `.firn` has no last commit and passes.
+    /// Checks that the backing has the state from before the transaction of `manifest`, the change log in a backup. No
+    /// stored transaction may overlap its scope, the directory that it covers, and the last commit of the scope must be
+    /// the one before it. A backing without `.firn` has no last commit and passes.
     fn must_precede(&self, manifest: &ChangeLog) -> Result<(), ReviveError> {
         let scope_after = manifest.scope_after(Direction::Redo);
         let overlapping = self.scopes.paths_where(|scope| {
@@ -210,8 +214,8 @@ impl<B: Backing> Revival<B> {
         Ok((inode, attr))
     }
 
-    /// Returns the object that has all paths of `identity`. Fails with `OtherTree` if the names lead to different
-    /// objects, or to an object of another kind or size.
+    /// Returns the object of the backing that has all paths of `identity`, which a backup stored. Fails with
+    /// `OtherTree` if the names lead to different objects, or to an object of another kind or size.
     fn find_object(&self, identity: &PortableIdentity) -> Result<B::Inode, ReviveError> {
         let mut last_found: Option<(B::Inode, Identity)> = None;
         for path in &identity.paths {
@@ -242,8 +246,9 @@ impl<B: Backing> Revival<B> {
         Ok(inode)
     }
 
-    /// Checks for two things that would stop the application of the commit half-way: a new name that exists already,
-    /// and a removed directory that would not be empty.
+    /// Checks for two things that would stop the application of a commit to the backing half-way: a new name that
+    /// exists already, and a removed directory that would not be empty. `log` has the transaction's changes; each entry
+    /// has the names that its object has only `before` and only `after` it.
     fn must_have_room(
         &self,
         log: &ChangeLog,
@@ -263,7 +268,8 @@ impl<B: Backing> Revival<B> {
         Ok(())
     }
 
-    /// Fails with `OtherTree` if a new name exists and the transaction does not remove it.
+    /// Fails with `OtherTree` if `new_name`, which the transaction adds, exists in the backing and is not in
+    /// `removed_names`, the names that the transaction removes.
     fn must_be_free(
         &self,
         new_name: &EntryName,
@@ -286,7 +292,7 @@ impl<B: Backing> Revival<B> {
     }
 
     /// Fails with `OtherTree` if a directory that the transaction removes has a name that the transaction does not
-    /// remove. `number` is the number of the directory in the manifest.
+    /// remove (`removed_names`). `number` is the directory's number in the manifest, the backup's change log.
     fn must_become_empty(
         &self,
         number: u64,
@@ -304,7 +310,10 @@ impl<B: Backing> Revival<B> {
         Ok(())
     }
 
-    /// Stages all objects of the manifest in `dir`. Returns the record, which has the inode numbers of this backing.
+    /// Makes all new objects and copies of the manifest (the backup's change log) in the transaction's directory `dir`.
+    /// Returns the change log with the inode numbers of this backing.
+    ///
+    /// `found_objects` are the objects of the backing that the manifest refers to.
     fn stage_objects(
         &self,
         backup: &BackupDir<'_, B>,
@@ -331,6 +340,7 @@ impl<B: Backing> Revival<B> {
                 Some(path) => staged_identities[path],
                 None => self.read_identity(&found_objects[&entry.number].inode)?,
             };
+            // A further link, by which the object is found when the commit is applied.
             if let Some(StagedPath { dir, name }) = &entry.anchor_at {
                 let staging_dir = staging::make_dir(base, &new, dir)?;
                 let inode = &found_objects[&entry.number].inode;
@@ -346,7 +356,8 @@ impl<B: Backing> Revival<B> {
         Ok(Identity::from_attr(&attr, self.lower.device))
     }
 
-    /// Makes a staged object as the manifest describes it, with the bytes of the backup.
+    /// Makes a new object or copy of a transaction in `staging_dir`, a part of the transaction's directory, as the
+    /// backup describes it, with the bytes and attributes in the backup.
     fn make_staged(
         &self,
         backup: &BackupDir<'_, B>,

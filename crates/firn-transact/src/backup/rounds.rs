@@ -1,7 +1,9 @@
-//! [`Backups`]: copies staged files to the backup, ahead in rounds and completely in a prepare, and removes the copies
-//! of ended transactions.
+//! [`Backups`]: copies a transaction's files to the backup directory, and removes the copies of ended transactions.
 //!
-//! Terms and invariants are those of [`super::mirror`]. A mount without a backup has no mirror; its calls do nothing.
+//! A *staged file* has new bytes in the transaction's directory. While the transaction is open, *rounds* copy those
+//! that have not changed since the round before. A prepare, which makes the transaction durable, copies all that are
+//! left, and last the *manifest*: the list of files and changes. The *mirror* is the state of the backup
+//! ([`super::mirror`]). A mount without a backup has no mirror; its calls do nothing.
 //!
 //! Relies on the caller of [`Backups::back_up`], which keeps the staged files unchanged until the call returns.
 
@@ -64,8 +66,9 @@ impl<B: Backing> Backups<B> {
         })
     }
 
-    /// Runs one round: copies staged files that have not changed since the last round, and removes the copies of ended
-    /// transactions. Errors are recorded for the status.
+    /// Runs one round: copies to the backup those new files of open transactions that have not changed since the last
+    /// round, and removes the copies of ended transactions. Errors are recorded for the status. Does nothing on a mount
+    /// without a backup.
     pub fn back_up_ahead(&self) {
         let Some(mirror) = self.mirror.get() else {
             return;
@@ -90,7 +93,9 @@ impl<B: Backing> Backups<B> {
         }
     }
 
-    /// Runs the round of one transaction. Returns the number of bytes that it left for later.
+    /// Copies to the backup those new files of one transaction that have not changed since the last round. Returns the
+    /// number of bytes that it left for later. While `waiting_threads` is not 0, threads wait for the end of the round,
+    /// so nothing is copied.
     fn copy_ahead(
         &self,
         mirror: &Mirror<B>,
@@ -132,7 +137,7 @@ impl<B: Backing> Backups<B> {
         Ok(copy)
     }
 
-    /// Makes the directory of a transaction in the backup.
+    /// Makes the directory of a transaction in the backup, under a name that no other transaction ever has.
     fn make_copy(
         &self,
         mirror: &Mirror<B>,
@@ -161,7 +166,10 @@ impl<B: Backing> Backups<B> {
         mirror.with_copy(scope.serial, |state| state.is_complete())
     }
 
-    /// Completes the copy of a transaction, durably. After an error the copy is withdrawn.
+    /// Completes the copy of a transaction in the backup, durably, so that its commit can be finished from the copy.
+    /// `record` is the transaction's change log. After an error the copy is withdrawn: it does not count.
+    ///
+    /// Does nothing on a mount without a backup. The caller keeps the transaction's files unchanged until the return.
     pub(crate) fn back_up(&self, scope: &Scope<B>, record: &ChangeLog) -> Result<(), BackupError> {
         let Some(mirror) = self.mirror.get() else {
             return Ok(());
@@ -182,8 +190,8 @@ impl<B: Backing> Backups<B> {
         result.map(drop)
     }
 
-    /// Copies the staged objects that the copy does not have, and writes the manifest. Returns the number of bytes in
-    /// the copy.
+    /// Copies the new objects of a transaction that its copy in the backup does not have. Then writes the manifest, the
+    /// list of files and changes, with which the copy counts. Returns the number of bytes in the copy.
     fn complete_copy(
         &self,
         mirror: &Mirror<B>,
@@ -192,6 +200,7 @@ impl<B: Backing> Backups<B> {
         record: &ChangeLog,
     ) -> Result<u64, BackupError> {
         let id_before = self.lower.present_commit_id(&scope.path)?;
+        // A copy of an ended transaction must not seem to be prepared beside this one.
         for name in mirror.ended_dir_names() {
             remove_manifest_of(&mirror.store, &name)?;
         }
@@ -214,7 +223,8 @@ impl<B: Backing> Backups<B> {
         Ok(copied_bytes)
     }
 
-    /// Copies a staged object, unless the copy has it in this version, and returns its description for the manifest.
+    /// Copies the object at `path` in a transaction's directory in the backing to the backup, unless the copy has it in
+    /// this version. Returns its description for the manifest, the backup's list of files and changes.
     fn copy_staged(
         &self,
         mirror: &Mirror<B>,
@@ -244,8 +254,8 @@ impl<B: Backing> Backups<B> {
         })
     }
 
-    /// Copies a staged file to `file_name` in the copy, unless the copy has the file in this version. Returns what the
-    /// manifest says of the bytes.
+    /// Copies a new file of a transaction to `file_name` in the transaction's copy in the backup, unless the copy has
+    /// the file in this version. Returns what the manifest, the backup's list of files, says of the bytes.
     fn copy_staged_file(
         &self,
         mirror: &Mirror<B>,
@@ -327,8 +337,8 @@ impl<B: Backing> Backups<B> {
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Returns the names of the backup directories that stored transactions of the backing refer to. Called before
-    /// [`TransactionalBacking::open`], which ends transactions.
+    /// Returns the names of the directories in the backup that stored transactions of the backing `base` refer to.
+    /// Called before [`TransactionalBacking::open`], which ends transactions.
     ///
     /// Removes from the backup `store` the manifests of the transactions that `open` will undo. Otherwise only the copy
     /// would be left of an undone transaction, and it would seem to be prepared.
@@ -443,7 +453,8 @@ struct Round<'a, B: Backing> {
 }
 
 impl<B: Backing> Round<'_, B> {
-    /// Visits the files in one directory of staged objects.
+    /// Visits the files in one directory of a transaction's new objects, and copies those that have not changed since
+    /// the last round to the backup.
     fn visit_dir(&mut self, dir_name: &[u8], dir: &B::Inode) -> Result<(), BackupError> {
         let to_text = |name: &[u8]| String::from_utf8_lossy(name).into_owned();
         for (name, _, kind) in staging::list(self.base, dir)? {
@@ -483,7 +494,10 @@ impl<B: Backing> Round<'_, B> {
         Ok(())
     }
 
-    /// Copies a file. Returns false if the file changed during the copy or a thread waits for the end of the round.
+    /// Copies a file of a transaction to the backup. `version` is the file's size and times before the copy.
+    ///
+    /// Returns false if the file changed during the copy or a thread waits for the end of the round; the file then does
+    /// not count as copied.
     fn copy_file(
         &mut self,
         file_name: String,

@@ -1,14 +1,17 @@
-//! The search for conflicts in the access lists of several hosts.
+//! Finds conflicts between hosts that changed one tree in a common transaction.
 //!
+//! The input is an *access list* of each host: the ranges of files, the names and the attributes that its programs read
+//! or changed.
 //! * Two ranges of a file *conflict* if they overlap, processes of two hosts accessed them, and one of the accesses was
 //!   a write.
 //! * Two hosts conflict over a name if both changed it, or if one changed it and the other used it.
 //! * Two hosts conflict over an object if both changed its owner, mode or extended attributes.
 //!
-//! For each file that several hosts used, the search visits all ranges in the order of their starts. It keeps only the
-//! two furthest ends of the ranges before the current one, each of another host ([`FurthestEnds`]). A range overlaps an
-//! earlier range of another host exactly if that host's furthest end lies behind the range's start. So each range takes
-//! constant time. The processes are compared one by one only if there is a conflict.
+//! For each file that several hosts used, the search visits all ranges in the order of their starts. A range overlaps
+//! an earlier range of another host exactly if the furthest end of the other hosts' ranges lies behind the range's
+//! start. So the search keeps the furthest end so far with its host, and the furthest end of all other hosts
+//! ([`FurthestEnds`]). Each range takes constant time. The processes are compared one by one only if there is a
+//! conflict.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -127,7 +130,8 @@ impl ConflictReport {
     }
 }
 
-/// Returns the conflicts between the lists, each of which is of another host.
+/// Returns the conflicts between hosts. Each of `lists` has the bytes, names and attributes that the programs of one
+/// host used or changed.
 pub fn find_conflicts(lists: &[AccessList]) -> ConflictReport {
     let mut report = ConflictReport::default();
     let mut lists_by_file: BTreeMap<u64, Vec<FileOfHost<'_>>> = BTreeMap::new();
@@ -220,8 +224,9 @@ struct ProcessEnds {
 }
 
 impl ProcessEnds {
-    /// Returns an earlier access that conflicts with an access of kind `access` from `start` on. Returns `None` if no
-    /// access of the process does.
+    /// Returns an access of this process, among the ranges before the current one, that conflicts with an access of
+    /// kind `access` from `start` on. Returns `None` if there is none. `read` and `written` are the furthest ends of
+    /// the process's ranges so far.
     fn find_conflict(&self, start: u64, access: Access) -> Option<EarlierAccess> {
         // A write conflicts with reads and writes, a read with writes only.
         let end = match access {
@@ -262,7 +267,8 @@ struct FileAccesses {
     ranges: Vec<RangeAccess>,
 }
 
-/// Collects the accesses in the lists of one file.
+/// Collects the accesses of all hosts' processes to one file, in the order of their starts. `lists_of_file` has the
+/// part of each host's list about this file.
 fn collect_accesses(lists_of_file: &[FileOfHost<'_>]) -> FileAccesses {
     let mut processes: Vec<FileUser> = Vec::new();
     let mut ranges = Vec::new();
@@ -358,7 +364,8 @@ fn conflict_of_changes(path: &[u8], what: ConflictKind, lists: [&AccessList; 2])
     }
 }
 
-/// Adds the conflicts over names that one host changed and another host changed or used.
+/// Adds to `report` the conflicts over names that one host changed and another host changed or used. Each of `lists` is
+/// of one host.
 fn find_name_conflicts(lists: &[AccessList], report: &mut ConflictReport) {
     // The first host that changed each name.
     let mut first_changes: HashMap<&NameInDir, ChangedName<'_>> = HashMap::new();
@@ -400,7 +407,8 @@ struct ChangedName<'a> {
     path: &'a [u8],
 }
 
-/// Adds the conflicts over names that several hosts make in new directories. Several hosts may make the same directory.
+/// Adds to `report` the conflicts over names that several hosts make in new directories. Each of `lists` is of one
+/// host. Several hosts may make the same directory.
 fn find_conflicts_of_new_names(lists: &[AccessList], report: &mut ConflictReport) {
     // The first host that makes each name.
     let mut first_makers: HashMap<&[u8], MadeName> = HashMap::new();

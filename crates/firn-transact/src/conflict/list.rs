@@ -1,4 +1,6 @@
-//! [`AccessList`]: what a host publishes before a commit, and how a list is stored.
+//! [`AccessList`]: what the programs of one host read and changed in a transaction of several hosts.
+//!
+//! Each host publishes its list before the commit, and each host searches all lists for conflicts.
 //!
 //! A stored list is the struct in postcard form, sealed ([`firn_format::sealed`]) with the magic "FIRNACCS". A range is
 //! stored as its distance from the end of the range before and its length, because postcard uses few bytes for small

@@ -1,7 +1,7 @@
-//! [`Log`]: the accesses of this host's processes to files, while a transaction of several hosts is open.
+//! [`AccessLog`]: which bytes the processes of this host read and wrote, while a transaction of several hosts is open.
 //!
-//! The gate adds each read and write here. Before a vote the accesses of the files in the transaction's scope are taken
-//! out of the log and published; if the commit fails, they are put back.
+//! The mount adds each read and write here. Before the hosts vote on the commit, the accesses to the files of the
+//! transaction are taken out of the log and published. If the commit fails, they are put back.
 //!
 //! Promise: while the log is off, an access costs one load of an atomic and takes no lock.
 
@@ -79,8 +79,8 @@ impl AccessLog {
         self.is_on.load(Ordering::Acquire)
     }
 
-    /// Records an access of process `pid` (0: unknown) to the file `ino`. `path` is called only if the log does not
-    /// have the file yet.
+    /// Records that process `pid` (0: unknown) read or wrote a range of the file `ino`. `path` is called only if the
+    /// log does not have the file yet. Does nothing while the log is off.
     pub fn add(
         &self,
         ino: u64,

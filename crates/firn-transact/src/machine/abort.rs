@@ -1,5 +1,7 @@
 //! Steps of an abort request: `CallOff` decides the abort for all hosts, `Undo` undoes the changes.
 //!
+//! In shadow mode, changes go to the backing at once, so an abort restores the saved old state.
+//!
 //! Race: in shadow mode with several hosts, the thread that watches the other hosts may undo the transaction first. The
 //! request then finds no transaction and succeeds.
 
@@ -23,11 +25,11 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         Ok(Step::CallOff { transaction, then })
     }
 
-    /// Decides the abort and makes further changes fail. Returns `Undo`, or `then` if another thread has ended the
-    /// transaction. Fails if the commit is decided.
+    /// Decides the abort and makes further changes fail. Returns the step `Undo`, or `then` if another thread has ended
+    /// the transaction. Fails if the commit is decided.
     ///
-    /// This comes before the quiesce. Drains that wait for the outcome must end first, because their data can be
-    /// dropped only then.
+    /// This comes before changes are stopped (the quiesce). Writes of pending data to the backing, which wait for the
+    /// outcome, must end first, because their data can be dropped only then.
     pub(super) fn call_off(
         &self,
         transaction: TransactionHandle<'a, B>,
@@ -49,7 +51,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         }
     }
 
-    /// Undoes the transaction while its scope is quiesced and its pending data is dropped. Returns the step `then`.
+    /// Undoes the transaction while no program changes its scope, the part of the tree that it covers. Its pending
+    /// data, which is in memory only, is dropped. Returns the step `then`.
     ///
     /// After a wait for other hosts, a missing transaction counts as undone: another thread has ended it.
     pub(super) fn undo(

@@ -1,13 +1,14 @@
 //! Steps of a begin request: `Clear`, `Begin`, `Create`.
 //!
-//! `Clear` deals with the last commit of the directory before the new transaction begins:
+//! `Clear` deals with the last commit of the directory before the new transaction begins. A commit is *decided* before
+//! it is *applied* to the backing, the directory below the mount. Data is *pending* while it is in memory only.
 //!
 //! | last commit | action |
 //! |---|---|
 //! | applied, or none | none |
 //! | decided in this mount, data written after it is pending | the commit is applied first |
 //! | decided in this mount, no data is pending | none; the new transaction follows the commit |
-//! | decided by an earlier firnd, or a failed restore | it is applied, and programs see its changes from then on |
+//! | decided by an earlier firnd (server of the mount), or a failed restore | it is applied; programs then see it |
 
 use std::sync::Arc;
 
@@ -22,7 +23,10 @@ use crate::transaction::handle::{Decided, QuiesceTarget, ScopeTransactions};
 use crate::transaction::top::TopMaker;
 
 impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
-    /// Applies the last commit of the directory where the table in the head says so, and returns the step `Begin`.
+    /// Applies the last decided commit of the directory to the backing if the next transaction cannot begin before: an
+    /// earlier firnd decided it, or data that was written after it is in memory. Returns the step `Begin`.
+    ///
+    /// `transactions` are those of the directory at `path`.
     pub(super) fn clear_last_commit(
         &self,
         path: Vec<u8>,
@@ -30,6 +34,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     ) -> Result<Step<'a, B>, TransactionError> {
         let mut target = transactions.quiesce_target(&path);
         match transactions.commit {
+            // An earlier firnd, the server of this mount before, decided this commit.
             Some(commit) if commit.is_recovered() => {
                 self.apply_recovered(&commit, &path)?;
                 // Programs have looked up the old tree's objects. The begin must look the directory up by its path
@@ -60,7 +65,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         Ok(())
     }
 
-    /// Begins a transaction at `path` while `target` is quiesced and drained, and returns the step `then`.
+    /// Begins a transaction of the directory at `path`, and returns the step `then`. Meanwhile no program changes
+    /// `target`, the same directory, and its data in memory is written to the backing first.
     ///
     /// Waits while other hosts have not finished an earlier transaction.
     pub(super) fn begin(
@@ -92,7 +98,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         Ok(())
     }
 
-    /// Begins a transaction that creates the directory at `path`; returns the final step.
+    /// Begins a transaction that creates the directory at `path`; returns the final step. `maker` is the client, with
+    /// the mode of the new directory.
     ///
     /// The client's rights are checked last, as mkdir(2) does. By then the parent is known to be in no transaction, so
     /// its mode and owner are not those of an uncommitted change.
@@ -106,6 +113,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             path: BytePath::from(parent_path),
             error: Box::new(error),
         };
+        // The parent may be the uppermost directory of another transaction, which the backing does not show yet.
         let parent = match self.store.top_overlay.top_at_path(parent_path) {
             Some(top) => top,
             None => self.mount.directory_at(parent_path).map_err(parent_error)?,

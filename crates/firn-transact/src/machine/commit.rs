@@ -1,5 +1,13 @@
 //! Steps of a commit request: `Decide`, `Apply`, `AwaitHosts`, `AnswerApplied`.
 //!
+//! Terms
+//! * A commit is *decided* when it is durable and final, and *applied* when the backing (the directory below the mount)
+//!   has all changes.
+//! * In *buffer mode* changes are kept back until then. In *shadow mode* the backing has them at once.
+//! * An earlier *firnd* is the process that served the mount before.
+//! * The *scope* is the directory that a transaction covers. It is *quiesced* if no change is in progress and none may
+//!   begin, and *drained* if none of its data is in memory only.
+//!
 //! A [`Plan`] says what a commit does after its decision. It is made once, from the options and the transaction:
 //!
 //! | transaction | the next transaction, if requested, begins | the commit is applied |
@@ -77,7 +85,10 @@ impl Plan {
 }
 
 impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
-    /// Returns the first step of a commit request. Fails if the scope has nothing to commit.
+    /// Returns the first step of a commit request for the directory at `path`. Fails if it has no transaction.
+    ///
+    /// `transactions` are those of the directory: a decided commit that is not applied to the backing yet, and an
+    /// undecided transaction, which follows it. Either may be missing.
     pub(super) fn first_commit_step(
         &self,
         path: &[u8],
@@ -85,6 +96,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         options: CommitOptions,
     ) -> Result<Step<'a, B>, TransactionError> {
         let ScopeTransactions { commit, undecided } = transactions;
+        // The request may be repeated for a commit that was applied before its first request failed.
         if let Some(id) = options.id
             && let Some(commit) = self.store.find_unanswered(path, id)
         {
@@ -110,7 +122,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         }
     }
 
-    /// Makes the plan of the commit, and returns `Prepare` for an open transaction of several hosts or else `Decide`.
+    /// Makes the plan of the commit: its number, when the next transaction begins, and when the commit is applied.
+    /// Returns the step `Prepare` for an open transaction of several hosts, which must vote, or else `Decide`.
     ///
     /// Fails if the number of the last commit cannot be read.
     pub(super) fn plan_commit(
@@ -126,6 +139,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             }
         };
         let next_begin = self.plan_next_begin(&transaction, options);
+        // A recovered transaction was prepared by an earlier firnd. Programs see the old tree until it is applied.
         let applies_later = options.applies_later
             && !transaction.is_recovered()
             && next_begin != NextBegin::AfterOtherHosts;
@@ -151,7 +165,9 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         })
     }
 
-    /// Returns when the next transaction begins, as the table in the head says.
+    /// Returns when the next transaction of the directory begins. A commit is decided first, and then applied to the
+    /// backing. A *recovered* transaction is one that an earlier server of the mount prepared. In shadow mode the
+    /// backing has changes at once.
     fn plan_next_begin(
         &self,
         transaction: &TransactionHandle<'a, B>,
@@ -170,7 +186,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         }
     }
 
-    /// Decides the commit, after a quiesce and drain if the transaction is open. Returns the step `Apply`.
+    /// Decides the commit, and returns the step `Apply`. If the transaction is open, changes are stopped first, and
+    /// data in memory is written to the backing (quiesce and drain). Changes of a prepared transaction wait already.
     pub(super) fn decide(
         &self,
         transaction: &TransactionHandle<'a, B>,
@@ -188,7 +205,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         }
     }
 
-    /// Decides the commit in a scope that does not change, and begins the next transaction if the plan says so.
+    /// Decides the commit, and begins the next transaction if the plan says so. The caller ensures that nothing changes
+    /// in the directory of the transaction. Returns the step `Apply`.
     fn decide_in_quiet_scope(
         &self,
         transaction: &TransactionHandle<'a, B>,
@@ -209,7 +227,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         Ok(Step::Apply { commit, plan })
     }
 
-    /// Applies the commit, or schedules its application and ends the request. Returns the next step.
+    /// Applies a decided commit to the backing, or schedules that and ends the request, as `plan` says. Returns the
+    /// next step.
     pub(super) fn apply_decided(
         &self,
         commit: Decided<'a, B>,
@@ -219,6 +238,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             self.mount.apply_later();
             return Ok(Step::Over(plan.into_answer(Vec::new())));
         }
+        // An earlier firnd prepared a recovered commit, so the kernel may have the old tree in its cache.
         if commit.is_recovered() {
             self.apply_recovered(&commit, commit.scope())?;
         } else if let Err(error) = self.apply(&commit) {
@@ -268,7 +288,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         Ok(not_applied_on)
     }
 
-    /// Leaves the vote of a commit that was applied before its first request failed, and answers the repeated request.
+    /// Answers a repeated request for a commit that was applied before its first request failed. Leaves the vote of the
+    /// hosts, and waits until the other hosts have applied the commit. Begins the next transaction if `begins_next`.
     pub(super) fn answer_applied(
         &self,
         commit: Unanswered,

@@ -1,7 +1,8 @@
-//! [`Mount`]: what the machine of transactions calls in the mount that programs use.
+//! [`Mount`]: what the machine of transactions (which carries out begins, commits and aborts) calls in the mount.
 //!
-//! The mount stops programs, drains or drops their data, invalidates the kernel's cache and records accesses. The
-//! mount knows no rule of transactions. Paths are relative to the backing.
+//! The mount stops programs, invalidates the kernel's cache and records accesses. It also *drains* data of programs
+//! from its memory, the arena, to the backing (the directory that the mount serves), or drops the data. The mount knows
+//! no rule of transactions. Paths are relative to the backing.
 
 use std::sync::Arc;
 

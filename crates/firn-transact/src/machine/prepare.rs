@@ -1,5 +1,9 @@
 //! Steps of a prepare request: `Prepare` makes the transaction durable, `Vote` waits for the other hosts.
 //!
+//! The *scope* is the directory that the transaction covers. It is *quiesced* if no change is in progress and none may
+//! begin, and *drained* if all its data is in the backing (the directory below the mount) or in staged files there.
+//! `ApplyBefore` first applies the commit that the transaction follows, if there is one.
+//!
 //! | the transaction is | first step |
 //! |---|---|
 //! | open | `ApplyBefore`, then `Prepare` with the scope quiesced and drained |
@@ -28,7 +32,8 @@ pub(super) enum AfterVote {
 }
 
 impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
-    /// Returns the first step of a prepare request under the number `id`.
+    /// Returns the first step of a prepare request, which makes the transaction of the directory at `path` durable
+    /// under the number `id`.
     ///
     /// Fails if the transaction has another number, or if there is no transaction.
     pub(super) fn first_prepare_step(
@@ -58,7 +63,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         }
     }
 
-    /// Prepares an open transaction while its scope is quiesced and drained, and returns the step `Vote`.
+    /// Prepares an open transaction, which makes it durable, and returns the step `Vote`. Meanwhile programs change
+    /// nothing in it, and their data in memory is written to the backing first.
     ///
     /// With several hosts, the first prepare also takes the record of what programs used, for the vote.
     pub(super) fn prepare(
@@ -82,7 +88,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         Ok(Step::Vote { prepared, then })
     }
 
-    /// Waits for the verdict of all hosts, and returns the step that `then` asks for. Without members it does not wait.
+    /// Waits for the verdict of all hosts on a prepared transaction, and returns the step that `then` asks for. A mount
+    /// of one host has no members and does not wait.
     ///
     /// If the hosts conflict or some do not vote, the transaction is reopened and the error says why.
     pub(super) fn await_vote(
@@ -117,8 +124,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         }
     }
 
-    /// Publishes this host's accesses and waits until the vote is over. Returns `Ok` only if the verdict allows a
-    /// commit.
+    /// Publishes what this host's programs read and changed, and waits until the vote of all hosts is over. Returns
+    /// `Ok` only if the verdict allows a commit.
     ///
     /// When the mount's timeout is over, this host ends the vote for all hosts and returns that verdict as the error.
     fn await_agreement(&self, prepared: &Prepared<'a, B>) -> Result<(), TransactionError> {

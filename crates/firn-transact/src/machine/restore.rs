@@ -1,4 +1,7 @@
-//! Steps of a restore request: `FinishUndo`, `FinishCommit`, `Restore`.
+//! Steps of a restore request, which gives a directory the files of an earlier commit.
+//!
+//! The *scope* is the directory that a transaction covers. In *shadow mode* the changes of a transaction go to the
+//! backing (the directory below the mount) at once. The *history* has the commits that can be undone.
 //!
 //! | requested commit | transaction of the scope | steps |
 //! |---|---|---|
@@ -16,8 +19,11 @@ use crate::error::{CommitError, StageError, TransactionError};
 use crate::transaction::handle::{QuiesceTarget, ScopeTransactions, TransactionHandle};
 
 impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
-    /// Applies what an earlier failed restore left, or the commit that an open transaction follows. Then chooses the
-    /// next step.
+    /// Returns the next step of a restore of the directory at `path` to commit `id`. First completes an earlier restore
+    /// that failed (a decided undo), if there is one.
+    ///
+    /// `transactions` are those of the directory: a decided commit that is not applied to the backing yet, and an
+    /// undecided transaction, which follows it. Either may be missing.
     pub(super) fn finish_undo(
         &self,
         path: Vec<u8>,
@@ -26,6 +32,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     ) -> Result<Step<'a, B>, TransactionError> {
         let ScopeTransactions { commit, undecided } = transactions;
         match (commit, undecided) {
+            // The undo of a commit was decided, so it must be applied to the end first.
             (Some(commit), _) if commit.is_undo() => {
                 self.apply_recovered(&commit, &path)?;
                 self.choose_restore(path, None, id)
@@ -44,8 +51,11 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         }
     }
 
-    /// Returns the next step of a restore to commit `id`, as the table in the head says. `transaction` is the present
-    /// transaction of the scope.
+    /// Returns the next step of a restore of the directory at `path` to commit `id`. `transaction` is the present
+    /// transaction of the directory.
+    ///
+    /// If the transaction has this number, its commit is finished. Otherwise the transaction is dropped, and commits of
+    /// the history are undone.
     ///
     /// All checks come before the first loss of data: a request that fails here has dropped nothing.
     pub(super) fn choose_restore(
@@ -72,7 +82,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         }
     }
 
-    /// Returns the next step of a restore that drops an open or prepared transaction.
+    /// Returns the next step of a restore to commit `id` that drops an open or prepared transaction. The caller has
+    /// checked that the restore is possible.
     fn drop_and_restore(
         &self,
         path: Vec<u8>,
@@ -84,6 +95,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             let then = Box::new(restore_drained(path, id));
             return Ok(Step::CallOff { transaction, then });
         }
+        // Even if firnd is killed now, the next one must not continue the transaction. Changes fail from here on.
         self.mount.note_abort(transaction.serial());
         transaction.refuse_changes()?;
         Ok(Step::Restore {
@@ -94,7 +106,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         })
     }
 
-    /// Decides and applies the prepared or decided commit `id`, and drops data that was written since.
+    /// Decides the commit of a prepared transaction with the number `id`, and applies it to the backing. The commit may
+    /// be decided already. Data that was written since is dropped.
     pub(super) fn finish_commit(
         &self,
         transaction: &TransactionHandle<'a, B>,
@@ -117,7 +130,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         Ok(Step::Over(Answer::Done))
     }
 
-    /// Restores the scope to commit `id` while it is quiesced, and ends an open transaction of it.
+    /// Restores the directory at `path` to commit `id`, and ends its open transaction. Meanwhile no program changes
+    /// `target`, the same directory. `pending` says what becomes of data in memory.
     pub(super) fn restore(
         &self,
         target: &QuiesceTarget<'a, B>,

@@ -1,4 +1,7 @@
-//! [`Application`]: progress of a decided commit's application, and the transaction that follows the commit.
+//! [`Application`]: how far a decided commit is applied to the backing, and the transaction that follows the commit.
+//!
+//! The *backing* is the directory below the mount. A *scope* is a transaction and the part of the tree that it covers.
+//! Programs may begin the next transaction of a scope before the last commit is applied.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! Scopes of names: a transaction covers some names in a directory and all below them, but not the directory itself.
+//! Scopes of names: transactions that cover some names in a directory and all below them, but not the directory itself.
 //!
 //! One directory may have several scopes of names at a time. They share one change of the directory, in which each
 //! changed name has the serial number of its transaction ([`NameChange::serial`]). So look-ups and listings do not
@@ -7,7 +7,8 @@
 //! Invariants
 //! * No name is in two scopes.
 //! * Before a name belongs to a scope, the name is durable: the first name in `tx-N/open`, all others in `tx-N/names`.
-//!   After an abort, an arena therefore finds all paths below which it must drop data.
+//!   After an abort, an arena (a mount's memory with data that is not written to the backing yet) therefore finds all
+//!   paths below which it must drop data.
 //! * A transaction of names changes neither the place nor the attributes of the directory.
 //!
 //! [`NameChange::serial`]: crate::object::NameChange::serial

@@ -1,7 +1,12 @@
-//! [`ScopeTop`]: the names of a scope's top directory in its parent, which the transaction does not cover.
+//! [`ScopeTop`]: the names of a transaction's uppermost directory in its parent, which the transaction does not cover.
 //!
-//! A *reserved* name is invisible to programs, and no object may get it. "Overlay" means that programs see the name
-//! from this table because the backing does not have it.
+//! Terms
+//! * The *scope* of a transaction is what it covers; the *top* is its uppermost directory.
+//! * In *buffer mode* changes are kept back until the commit. In *shadow mode* the backing, the directory below the
+//!   mount, has them at once.
+//! * An *overlay* name is seen from this table, because the backing does not have it.
+//! * A *reserved* name is invisible to programs, and no object may get it.
+//! * An earlier *firnd* is the process that served the mount before.
 //!
 //! | state | name that programs see | reserved name |
 //! |---|---|---|
@@ -72,7 +77,11 @@ impl TopNames {
 }
 
 impl<B: Backing> ScopeTop<B> {
-    /// Makes the names of the top `root`. `path` is its path at the begin; `recovered` is the log of an earlier firnd.
+    /// Makes the table of the names of `root`, the uppermost directory of a transaction (its top). `path` is its path
+    /// at the begin.
+    ///
+    /// `recovered` is the change log if an earlier firnd (server of the mount) prepared the transaction. `is_shadow`
+    /// says that changes are made in the backing at once.
     pub(crate) fn new(
         root: &Arc<Object<B>>,
         path: &[u8],

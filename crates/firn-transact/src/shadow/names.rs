@@ -1,4 +1,7 @@
-//! Changes of names in shadow mode: they go to the backing at once, and removed old objects are kept in `kept/`.
+//! Changes of names in a transaction in shadow mode, in which changes are made at once and an abort undoes them.
+//!
+//! The *backing* is the directory below the mount. The old state of an object is saved there before its first change.
+//! An object that existed before the transaction is not removed: it moves to `kept/` in the transaction's directory.
 
 use std::ffi::{OsStr, OsString};
 use std::sync::Arc;
@@ -24,8 +27,11 @@ impl<B: Backing> Namespace<B> {
         Some((Arc::clone(&scope.root), name))
     }
 
-    /// Removes a name of `object`. The backing loses the name at once; an object that existed before the transaction is
-    /// kept for an abort.
+    /// Removes a name of `object` in a transaction in shadow mode, in which changes are made at once. The backing loses
+    /// the name at once; an object that existed before the transaction moves to `kept/`, from which an abort restores
+    /// it.
+    ///
+    /// `shadow` is the saved old state. The caller has checked the removal as unlink(2) or rmdir(2) does.
     pub(crate) fn remove_name_in_shadow(
         &self,
         scope: &Scope<B>,
@@ -34,6 +40,7 @@ impl<B: Backing> Namespace<B> {
         object: &Arc<Object<B>>,
     ) -> Result<()> {
         let NameAt { dir: parent, name } = removed;
+        // An abort needs the old names of the directory. They must be durable before the first change.
         self.originals
             .save_object(scope, shadow, parent, NO_BYTES)?;
         let dir = parent.inode(&self.lower.base)?;
@@ -68,8 +75,9 @@ impl<B: Backing> Namespace<B> {
         }
     }
 
-    /// Moves an object that existed before the transaction from `name` in `dir` to `kept/`, where programs do not see
-    /// it.
+    /// Moves an object of the backing that existed before the transaction from `name` in `dir` to `kept/`, the
+    /// directory of removed objects. Programs do not see it there; an abort restores it. `shadow` is the saved old
+    /// state.
     fn move_to_kept(
         &self,
         scope: &Scope<B>,
@@ -100,8 +108,11 @@ impl<B: Backing> Namespace<B> {
         Ok(())
     }
 
-    /// Makes a rename in the backing at once. An object that existed before the transaction and is replaced is
-    /// kept for an abort.
+    /// Makes a rename in the backing at once, in a transaction in shadow mode (an abort undoes it). If it replaces an
+    /// object that existed before the transaction, that object is kept for an abort.
+    ///
+    /// `shadow` is the saved old state, and `names` the guard that keeps other threads from these names. The caller has
+    /// checked the rename as rename(2) does.
     pub(crate) fn rename_in_shadow(
         &self,
         names: &NameChangeGuard<'_, B>,
@@ -145,9 +156,9 @@ impl<B: Backing> Namespace<B> {
         }
     }
 
-    /// Makes a rename that replaces `target`, an object that existed before the transaction, and keeps `target` for an
-    /// abort. `new` is the name of `target`, which the renamed object gets. If `rename_in_backing` fails, `target` gets
-    /// its name back.
+    /// Makes a rename that replaces `target`, an object that existed before the transaction. Keeps `target` in `kept/`,
+    /// the directory of removed objects, for an abort. `new` is the name of `target`, which the renamed object gets. If
+    /// `rename_in_backing` fails, `target` gets its name back.
     ///
     /// A further link keeps a file while the rename replaces it. A directory cannot have a second link, so it is moved
     /// to `kept/` first. A file is moved too if the file system has no links.
@@ -176,6 +187,7 @@ impl<B: Backing> Namespace<B> {
         match linked {
             Ok(()) => {
                 if let Err(errno) = rename_in_backing() {
+                    // If the link remains, the end of the transaction removes it.
                     let _ = self.lower.base.unlink(&shadow.kept, kept_os_name);
                     return Err(errno);
                 }
@@ -186,6 +198,7 @@ impl<B: Backing> Namespace<B> {
                 self.move_to_kept(scope, shadow, target, &dir, new.name)?;
                 if let Err(errno) = rename_in_backing() {
                     self.link_counts.record_links_uncertain(scope, target);
+                    // If this fails too, the object stays in `kept/`, and an abort restores it.
                     let _ = self.lower.base.rename(
                         &shadow.kept,
                         kept_os_name,

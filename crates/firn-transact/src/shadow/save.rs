@@ -1,5 +1,8 @@
 //! [`Originals`]: saves the old state of an object durably, before its first change in shadow mode.
 //!
+//! In *shadow mode* a transaction's changes go to the backing (the directory below the mount) at once; an abort
+//! restores the saved state. In *buffer mode* they are kept back until the commit, and nothing is saved.
+//!
 //! The state is saved as numbered logs, `saved/INO.0`, `saved/INO.1` and so on ([`super`]). Log 0 has the attributes.
 //! Each further log adds bytes of the file, from a lower offset up to the lowest offset that is saved already.
 //!
@@ -63,7 +66,11 @@ impl<B: Backing> Originals<B> {
         Ok(scope)
     }
 
-    /// Saves the old state of an object durably, including its bytes from `from` on, unless they are saved already.
+    /// Saves the old state of an object of the backing durably, including its bytes from `from` on, unless they are
+    /// saved already. An abort of the transaction restores them.
+    ///
+    /// `shadow` has the state that is saved so far. Several hosts may save the same object; the first log counts. Fails
+    /// with EXDEV if the object is on another device.
     pub(super) fn save_object(
         &self,
         scope: &Scope<B>,
@@ -84,6 +91,7 @@ impl<B: Backing> Originals<B> {
         // Exclusive use of the object excludes other threads that save it. All writes of the object have ended then, so
         // the copied bytes do not change meanwhile.
         let claimed = object.state.acquire_exclusive();
+        // An object without names belongs to no transaction any more.
         if object.is_nameless() {
             return Ok(());
         }
@@ -109,8 +117,11 @@ impl<B: Backing> Originals<B> {
         Ok(())
     }
 
-    /// Reads the logs of an object that follow those in `known`. Returns the new state, or `None` if there are no
-    /// further logs.
+    /// Reads the logs `saved/INO.K` with an object's old state that follow those in `known`. Other hosts of the
+    /// transaction, or an earlier firnd (server of the mount), have written them. Returns the new state, or `None` if
+    /// there are no further logs.
+    ///
+    /// `saved_from` is the lowest offset from which the bytes up to the old end (`size`) are saved.
     fn read_logs_of_others(
         &self,
         shadow: &Shadow<B>,
@@ -253,8 +264,9 @@ impl<B: Backing> Originals<B> {
         Ok(names)
     }
 
-    /// Copies a range of bytes to a new file in `saved/`, and returns the name of that file. The bytes are durable
-    /// then; the name becomes durable when the log is published.
+    /// Copies a range of the old bytes of `inode` to a new file in `saved/`, the directory of saved states, and returns
+    /// the name of that file. The bytes are durable then; the name becomes durable when the log that refers to it is
+    /// published.
     fn copy_bytes(
         &self,
         shadow: &Shadow<B>,
@@ -273,13 +285,15 @@ impl<B: Backing> Originals<B> {
         match copied {
             Ok(()) => Ok(name),
             Err(errno) => {
+                // If the file remains, no log refers to it.
                 let _ = self.lower.base.unlink(&shadow.saved, OsStr::new(&name));
                 Err(errno)
             }
         }
     }
 
-    /// Makes a new file in `saved/`, with a name that begins with `prefix` and that no other host uses.
+    /// Makes a new file in `saved/`, the directory of saved states, with a name that begins with `prefix` and that no
+    /// other host of the transaction uses.
     fn make_file(&self, shadow: &Shadow<B>, prefix: &str) -> Result<(String, B::File)> {
         loop {
             let number = shadow.last_file_number.fetch_add(1, Ordering::Relaxed) + 1;
@@ -316,7 +330,8 @@ impl<B: Backing> Originals<B> {
         Ok(is_published)
     }
 
-    /// Renames a file in `saved/` from `temporary_name` to `name`. Returns false if `name` exists already.
+    /// Publishes a saved state: renames a file in `saved/` from `temporary_name` to `name`. Returns false if `name`
+    /// exists already, because another host of the transaction was first.
     fn rename_log(&self, shadow: &Shadow<B>, temporary_name: &str, name: &str) -> Result<bool> {
         let base = &self.lower.base;
         let dir = &shadow.saved;
@@ -366,7 +381,7 @@ fn first_offset_to_save(from: u64, log_count: u32) -> u64 {
     }
 }
 
-/// Returns the log that undoes the changes of one object.
+/// Returns the change log that undoes the changes of one object. `undo` is its old state.
 fn undo_log<B: Backing>(scope: &Scope<B>, object: &Arc<Object<B>>, undo: EntrySide) -> ChangeLog {
     let ino = object.key.ino;
     let identity = Identity {

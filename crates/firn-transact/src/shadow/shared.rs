@@ -1,4 +1,8 @@
-//! Shadow transactions of several hosts: the saved state and the decision, which all hosts share.
+//! Transactions in shadow mode of several hosts: the saved old state and the decision, which all hosts share.
+//!
+//! In *shadow mode* changes go to the backing (the directory below the mount) at once, and an abort restores the old
+//! state. The *scope* is the directory that the transaction covers. A [`Ballot`] is a decision of several hosts by
+//! put-once files: the first host creates such a file, and none changes it.
 //!
 //! ```text
 //! .firn/shadow[-SCOPE]/    one transaction, a [`Ballot`]; SCOPE stands for the scope's path, as in a vote's name
@@ -216,8 +220,11 @@ impl<B: Backing> SharedTransactions<B> {
         }
     }
 
-    /// Does the work of [`Self::join_hosts`]. Fails with ENOENT or ESTALE if another host removes the directory
-    /// meanwhile.
+    /// Joins the transaction of several hosts in shadow mode that covers the directory at path `scope`; makes its
+    /// shared directory in the backing if there is none. From then on this host may change the scope.
+    ///
+    /// Fails with ENOENT or ESTALE if another host removes the shared directory meanwhile. Fails if an earlier
+    /// transaction there is not over.
     fn join_shared(&self, scope: &[u8]) -> Result<(), BeginError> {
         let Some(members) = &self.lower.members else {
             return Ok(());
@@ -234,6 +241,7 @@ impl<B: Backing> SharedTransactions<B> {
         for name in [SAVED, KEPT] {
             staging::make_dir(&self.lower.base, shared.dir(), name)?;
         }
+        // The ballot, by which the hosts decide the outcome, lists the hosts that take part.
         if shared.ballot.join(b"")? == Joined::Over {
             return Err(self.not_over_error(&shared)?);
         }
@@ -249,7 +257,9 @@ impl<B: Backing> SharedTransactions<B> {
         Ok(BeginError::NotOver { hosts })
     }
 
-    /// Fails if more hosts than expected have joined, or if another shared transaction overlaps this one.
+    /// Checks, after this host has joined a transaction of several hosts, that it may take part. Fails if more hosts
+    /// than expected have joined, or if another shared transaction overlaps this one. `scope` is the path of the
+    /// directory that the transaction covers. The caller withdraws after an error.
     fn check_join(
         &self,
         members: &Members,
@@ -335,9 +345,10 @@ impl<B: Backing> SharedTransactions<B> {
         }
     }
 
-    /// After a crash, leaves the shared transactions in which this host has nothing left to do.
+    /// After a crash, leaves the transactions of several hosts in which this host has nothing left to do.
     ///
-    /// `waiting` has number and scope of each transaction that this host still has.
+    /// `waiting` has number and path of each transaction that this host still has. The caller has recovered all of this
+    /// host's transactions.
     pub(crate) fn leave_finished_shared(
         &self,
         waiting: &[(u64, Vec<u8>)],
@@ -349,6 +360,7 @@ impl<B: Backing> SharedTransactions<B> {
             if is_waiting {
                 continue;
             }
+            // The ballot, by which the hosts decide the outcome, must not wait for this host any more.
             match (shared.ballot.is_taking_part()?, shared.decision()?) {
                 (true, None) => shared.ballot.withdraw()?,
                 // The firnd of this host was killed after it joined and before its transaction began, so it changed
@@ -367,7 +379,7 @@ impl<B: Backing> SharedTransactions<B> {
 }
 
 impl<B: Backing> Recovery<B> {
-    /// Recovers the shared transactions of this host, before all others.
+    /// Recovers, after a crash, this host's parts of the transactions that several hosts share, before all others.
     ///
     /// An unprepared transaction is aborted for all hosts. If the hosts have decided a prepared one, the decision is
     /// copied to the record of this host. Transactions that are not shared are left alone.
@@ -396,7 +408,11 @@ impl<B: Backing> Recovery<B> {
         Ok(())
     }
 
-    /// Recovers this host's part of one shared transaction. `record` is the log of a prepared part.
+    /// Recovers, after a crash, this host's part of a transaction that several hosts share. The changes are in the
+    /// backing already; an abort restores the saved old state.
+    ///
+    /// `dir` is the part's own directory, `record` its change log if it is prepared, and `scope` the path of the
+    /// directory that the transaction covers.
     fn recover_part(
         &self,
         dir: &B::Inode,
@@ -432,7 +448,8 @@ impl<B: Backing> Recovery<B> {
                 self.undo_aborted_part(shared, record.as_ref(), scope)?;
             }
         }
-        // Without a record the part counts as open, and the recovery then removes it. The changes are undone already.
+        // Without its change log, the part counts as open, and the recovery then removes it. The changes are undone
+        // already.
         if record.is_some() {
             self.lower.base.unlink(dir, OsStr::new(staging::RECORD))?;
             self.lower.base.sync_dir(dir)?;
@@ -440,7 +457,8 @@ impl<B: Backing> Recovery<B> {
         Ok(())
     }
 
-    /// Marks this host's prepared part as decided, because the hosts have decided the commit.
+    /// Marks this host's prepared part as decided, because the hosts have decided the commit: renames its change log to
+    /// `commit`. `dir` is the part's directory.
     fn recover_committed_part(
         &self,
         dir: &B::Inode,
@@ -460,8 +478,8 @@ impl<B: Backing> Recovery<B> {
         Ok(self.lower.base.sync_dir(dir)?)
     }
 
-    /// Ends this host's vote on a shared transaction that is aborted, and undoes the changes if this host claims the
-    /// undo.
+    /// Ends this host's vote on a transaction of several hosts that is aborted. Then undoes the changes of all hosts,
+    /// unless another host does that. `record` is the change log if this host's part is prepared.
     fn undo_aborted_part(
         &self,
         shared: &SharedDir<'_, B>,
@@ -490,8 +508,9 @@ impl<B: Backing> Scopes<B> {
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Aborts a shared transaction for all hosts, as a part of
-    /// [`TransactionHandle::abort`](crate::TransactionHandle::abort).
+    /// Aborts a transaction of several hosts in shadow mode for all hosts, as a part of
+    /// [`TransactionHandle::abort`](crate::TransactionHandle::abort). `shadow` is the saved old state, which one host
+    /// restores.
     ///
     /// Fails with [`AbortError::Stopping`] until all hosts have stopped and the changes are undone; the caller then
     /// tries again. The caller has quiesced names and data.
@@ -525,6 +544,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 None => self.votes.withdraw_from_votes(&scope.path)?,
                 Some(id) => self.votes.decide_vote(id, &scope.path, Proposal::Abort)?,
             }
+            // One host undoes the changes of all hosts, after all have stopped; it may be this one.
             let mut is_undone_here = false;
             shared.stop(|| {
                 is_undone_here = true;

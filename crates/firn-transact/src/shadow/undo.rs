@@ -1,6 +1,8 @@
 //! Undo of a transaction in shadow mode, from the state that was saved before each change.
 //!
 //! Terms
+//! * In *shadow mode* changes go to the backing (the directory below the mount) at once. The *scope* is the directory
+//!   that the transaction covers; its uppermost directory is the *top*.
 //! * A directory is *touched* if its names were saved. They are saved before the transaction changes any of them.
 //! * An object is *preexisting* if it existed before the transaction. All others are *new*.
 //! * `kept/` is the directory to which a preexisting object moves when it loses a name. The object's name there is its
@@ -130,8 +132,11 @@ pub(crate) struct UndoPass<'a, B: Backing> {
 }
 
 impl<'a, B: Backing> UndoPass<'a, B> {
-    /// Reads the saved state. `root` is the top of the scope; `transaction_dir` names the transaction's
-    /// directory in messages.
+    /// Reads the old state that a transaction in shadow mode (its changes are made at once) saved before its changes.
+    ///
+    /// `shadow` has the directories with the saved state, and `root` is the directory that the transaction covers.
+    /// `top_undo` says how to restore the name of `root`; `None` if the name did not change. `transaction_dir` names
+    /// the transaction's directory in messages.
     pub(crate) fn new(
         base: &'a B,
         shadow: &'a Shadow<B>,
@@ -142,8 +147,8 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         let mut saves = load_saved(base, shadow, transaction_dir)?;
         let root_ino = base.attr(&root)?.ino;
         // A save of an object that did not exist before the transaction is not needed: the object is removed.
-        let existing = preexisting_objects(&saves, root_ino);
-        saves.retain(|ino, _| existing.contains(ino));
+        let existed_before = preexisting_objects(&saves, root_ino);
+        saves.retain(|ino, _| existed_before.contains(ino));
         let mut preexisting: HashSet<u64> = saves
             .values()
             .flat_map(|save| save.names.values().copied())
@@ -168,11 +173,12 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         })
     }
 
-    /// Undoes the changes durably, and returns what happened to the objects. After an error, the caller can
-    /// repeat the undo from the start.
+    /// Undoes the changes of the transaction durably, and returns what happened to the objects. After an error, the
+    /// caller can repeat the undo from the start, with a new [`UndoPass`].
     pub(crate) fn run(mut self) -> Result<UndoResult> {
         self.find_dirs()?;
         let log = self.make_log()?;
+        // `saved` is the directory with the old bytes, `kept` the one with removed objects, `dev` their device number.
         let Shadow {
             saved, kept, dev, ..
         } = self.shadow;
@@ -217,7 +223,8 @@ impl<'a, B: Backing> UndoPass<'a, B> {
 
     // ---- search for directories --------------------------------------------------------------
 
-    /// Finds the touched directories and those on the saved paths of saved objects, at their present paths.
+    /// Finds the directories that the undo needs, at their present paths: the *touched* ones, in which the transaction
+    /// changed names, and those on the saved paths of other saved objects. `kept/` has removed objects.
     ///
     /// Two searches alternate until neither finds more. One searches each touched or new directory for directories that
     /// moved there. The other follows the saved paths from directories that were found. A touched directory that is not
@@ -260,7 +267,8 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         }
     }
 
-    /// Searches a touched or new directory for directories that are not found yet. New directories in it are queued.
+    /// Searches a directory in which the transaction changed names for directories that are not found yet. Directories
+    /// in it that the transaction made are queued in `dirs_to_search`.
     fn search_dir(
         &mut self,
         dir: &FoundDir<B>,
@@ -275,6 +283,7 @@ impl<'a, B: Backing> UndoPass<'a, B> {
                 continue;
             }
             let found = staging::find(self.base, &dir.inode, OsStr::from_bytes(&name))?;
+            // The name was removed after the directory was listed.
             let Some((inode, attr)) = found else {
                 continue;
             };
@@ -302,8 +311,8 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         Ok(())
     }
 
-    /// Follows the saved paths, and returns the first directory that was not found before but is still under its saved
-    /// name. Returns `None` if the saved paths lead to no further directory.
+    /// Follows the saved paths, which objects had before their first change. Returns the first directory that was not
+    /// found before but is still under its saved name, or `None` if there is no further one.
     fn find_dir_by_saved_name(&self) -> Result<Option<FoundDir<B>>> {
         for save in self.saves.values() {
             let mut parent = Some(&self.root);
@@ -336,7 +345,10 @@ impl<'a, B: Backing> UndoPass<'a, B> {
 
     // ---- the log -----------------------------------------------------------------------------
 
-    /// Makes the log whose backward application leads from the present tree to the saved one.
+    /// Makes a change log that leads from the present tree to the saved one if it is applied backward. The caller has
+    /// found the directories ([`Self::find_dirs`]).
+    ///
+    /// The plans come in this order because each one uses what those before it found.
     fn make_log(&mut self) -> Result<ChangeLog> {
         self.plan_top()?;
         self.plan_names()?;
@@ -359,8 +371,10 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         self.entries.entry(ino).or_insert_with(|| new_entry(ino))
     }
 
-    /// Plans that the scope's top gets its old name back. If the transaction created the top, plans its removal with
-    /// all contents.
+    /// Plans that the top, the directory that the transaction covers, gets its old name back. If the transaction
+    /// created the top, plans its removal with all contents.
+    ///
+    /// The log is applied backward: `after` has names that the undo removes, `before` those that it restores.
     fn plan_top(&mut self) -> Result<()> {
         let Some(top) = &self.top_undo else {
             return Ok(());
@@ -409,7 +423,10 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         Ok(())
     }
 
-    /// Plans the names of one touched directory.
+    /// Plans the names of a directory in which the transaction changed names: names that it added are removed, and
+    /// missing names are restored. `self.saves` has the old names, with inode numbers.
+    ///
+    /// The log is applied backward: `before` has names that the undo restores.
     fn plan_names_in(&mut self, dir: &FoundDir<B>) -> Result<()> {
         let mut unchanged_names = BTreeSet::new();
         for (name, child) in self.list_names(dir.ino, &dir.inode)? {
@@ -433,11 +450,13 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         Ok(())
     }
 
-    /// Sets one unchanged name of each object that the log changes, so that the application can find the object.
+    /// Sets one unchanged name of each object that the change log has, so that its application can find the object.
     ///
-    /// Objects without a change get no entry, because a directory may have very many of them.
+    /// `self.saves` has the old state of each saved object, with a directory's names. Objects without a saved state or
+    /// planned change get no entry, because a directory may have very many of them.
     fn record_unchanged_names(&mut self) {
         for (dir, save) in &self.saves {
+            // In a directory that was not found, no object can be found either.
             if !self.found_dirs.contains_key(dir) {
                 continue;
             }
@@ -464,9 +483,11 @@ impl<'a, B: Backing> UndoPass<'a, B> {
     }
 
     /// Plans the removal of a name that the transaction added. If the name leads to a new directory, its contents are
-    /// removed too. A preexisting object loses the name and moves to `kept/`.
+    /// removed too. An object from before the transaction loses the name and moves to `kept/`, the directory of removed
+    /// objects, until it gets its old name.
     ///
-    /// Does nothing if the name no longer leads to `child`: it was changed after the directory was listed.
+    /// `child` is the inode number that `name` had in the listing of `dir`. Does nothing if the name no longer leads
+    /// there.
     fn plan_removal(&mut self, dir: &FoundDir<B>, name: Vec<u8>, child: u64) -> Result<()> {
         let found = self.find_at(&dir.inode, &name, child)?;
         let Some((child_inode, attr)) = found else {
@@ -499,8 +520,8 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         Ok(())
     }
 
-    /// Plans the removal of new directories that an earlier attempt moved to `kept/`, and collects the inode numbers of
-    /// all objects there.
+    /// Plans the removal of new directories that an earlier attempt of the undo moved to `kept/`, the directory of
+    /// removed objects. Collects the inode numbers of all objects there.
     fn plan_kept(&mut self) -> Result<()> {
         for (name, ino, kind) in staging::list(self.base, &self.shadow.kept)? {
             self.inos_in_kept.insert(ino);
@@ -518,10 +539,10 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         Ok(())
     }
 
-    /// Collects the names that are restored.
+    /// Collects the names that the undo restores, which are the names `before` in the entries of its change log.
     ///
-    /// The old names of a preexisting object that no longer exists cannot be restored. They are dropped from the log,
-    /// and each one is logged as an error.
+    /// If an object from before the transaction no longer exists, its names cannot be restored. They are dropped from
+    /// the log, and each one is reported as an error. An object in `kept/` was removed by the transaction and exists.
     fn collect_restored_names(&mut self) {
         for (ino, entry) in &mut self.entries {
             let exists = entry.unchanged_name.is_some()
@@ -543,7 +564,9 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         }
     }
 
-    /// Plans the old attributes and bytes of a saved object. Logs an error if a file cannot be found.
+    /// Plans that a saved object gets its old attributes and bytes back. Reports an error if a file cannot be found.
+    ///
+    /// The names of all objects are planned already. `ino` is the inode number of an object in `self.saves`.
     fn plan_contents(&mut self, ino: u64) -> Result<()> {
         let save = &self.saves[&ino];
         let is_dir = save.is_dir;
@@ -603,7 +626,10 @@ fn new_entry(ino: u64) -> Entry {
 /// Index of the log of an object that has its attributes, its size and the names in it. The logs after it add bytes.
 const FIRST_LOG_INDEX: u32 = 0;
 
-/// Reads the saved state of all objects, from the files `saved/INO.INDEX`.
+/// Reads the old state of all objects that a transaction in shadow mode saved, by inode number.
+///
+/// Each file `saved/INO.INDEX` is a change log with one entry. Log 0 of an object has its attributes and names; further
+/// logs have more bytes of a file. Other files in `saved/` are skipped.
 fn load_saved<B: Backing>(
     base: &B,
     shadow: &Shadow<B>,
@@ -645,7 +671,9 @@ fn parse_log_name(name: &str) -> Option<(u64, u32)> {
     Some((ino.parse().ok()?, index.parse().ok()?))
 }
 
-/// Returns the objects that existed before the transaction.
+/// Returns the inode numbers of the objects that existed before the transaction, out of those that `saves` mentions.
+/// `root_ino` is the top of the scope, the directory that the transaction covers. A directory is *touched* if its names
+/// were saved.
 ///
 /// A saved object may still be new: one host made it, and another host saved it before its own change. In that case the
 /// saved names of its directory do not include it. So existence is derived from the top of the scope down:
@@ -706,12 +734,16 @@ impl<B: Backing> ShadowUndo<B> {
         }
     }
 
-    /// Undoes the changes of a transaction in the backing, and updates the objects in memory.
+    /// Undoes the changes of a transaction in shadow mode, which are in the backing already. Then updates the objects
+    /// in memory.
+    ///
+    /// `shadow` is the saved old state. The caller has quiesced the scope: no program changes it meanwhile.
     pub(crate) fn undo_shadow(
         &self,
         scope: &Scope<B>,
         shadow: &Shadow<B>,
     ) -> std::result::Result<(), StoreError> {
+        // From here on the transaction can only be aborted, even if this undo fails.
         shadow.begin_undo();
         let root = scope.root.inode(&self.lower.base)?;
         let transaction_dir = format!("tx-{}", scope.serial);
@@ -721,6 +753,7 @@ impl<B: Backing> ShadowUndo<B> {
         let result = UndoPass::new(&self.lower.base, shadow, root, top, &transaction_dir)?.run()?;
         let saved_dirs = std::mem::take(&mut *shadow.saved_dirs.lock());
         let find_object = |ino: u64| self.tree.find_object(shadow.object_key(ino));
+        // A name in `kept/` stays until the end of the transaction, and programs must not see it in `st_nlink`.
         for ino in result.moved_to_kept {
             self.link_counts.record_link_until_end(
                 scope.serial,
@@ -749,15 +782,18 @@ impl<B: Backing> ShadowUndo<B> {
         Ok(())
     }
 
-    /// Updates the objects in memory after another host has undone the transaction.
+    /// Updates the objects in memory after another host has undone a transaction that several hosts shared.
+    ///
+    /// `shadow` is the old state that the hosts saved. Each object gets its location from before the transaction.
     pub(crate) fn update_after_remote_undo(
         &self,
         scope: &Scope<B>,
         shadow: &Shadow<B>,
     ) -> std::result::Result<(), StoreError> {
         let mut saves = load_saved(&self.lower.base, shadow, &format!("tx-{}", scope.serial))?;
-        let existing = preexisting_objects(&saves, scope.root.key.ino);
-        saves.retain(|ino, _| existing.contains(ino));
+        // Objects that the transaction made were removed by the undo.
+        let existed_before = preexisting_objects(&saves, scope.root.key.ino);
+        saves.retain(|ino, _| existed_before.contains(ino));
         let find_object = |ino: u64| self.tree.find_object(shadow.object_key(ino));
         for (dir_ino, save) in saves {
             let Some(dir) = find_object(dir_ino) else {
@@ -794,7 +830,11 @@ impl<B: Backing> ShadowUndo<B> {
         object.close_lower_files();
     }
 
-    /// Undoes a transaction after a crash, from its stored state alone. Does nothing for a transaction in buffer mode.
+    /// Undoes a transaction in shadow mode (the backing has its changes) after a crash, from its stored state alone.
+    /// `dir` is the transaction's directory, which has the name `transaction_dir`; `scope` is the path of the directory
+    /// that it covers.
+    ///
+    /// Does nothing for a transaction that kept its changes back until the commit (buffer mode).
     pub(crate) fn undo_stored(
         &self,
         dir: &B::Inode,

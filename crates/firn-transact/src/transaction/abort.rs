@@ -1,7 +1,8 @@
-//! Abort of a transaction: restores the tree from the begin.
+//! Abort of a transaction: programs see the tree as it was at the begin.
 //!
-//! * In buffer mode the record and the tables are dropped; the backing never had the changes.
-//! * In shadow mode the backing has the changes, so the saved state is restored ([`crate::shadow`]).
+//! The *backing* is the directory below the mount. The *scope* of a transaction is what it covers.
+//! * In buffer mode the changes are kept back until the commit, so only the record and the tables are dropped.
+//! * In shadow mode the backing has the changes, so the saved old state is restored ([`crate::shadow`]).
 //! * With several hosts, the abort is decided for all of them first. It fails if the commit is decided.
 //!
 //! An abort that fails part way can be repeated.
@@ -31,11 +32,13 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// Aborts a transaction; see [`TransactionHandle::abort`](crate::TransactionHandle::abort).
+    /// Aborts a transaction, so that programs see the tree from before it; see
+    /// [`TransactionHandle::abort`](crate::TransactionHandle::abort).
     ///
-    /// Fails if the commit is decided, here or by another host. A transaction that follows a commit has changed nothing
-    /// yet, so only its records are removed.
+    /// Fails if the commit is decided, here or by another host. A transaction that began before the last commit was
+    /// applied, and thus follows that commit, has changed nothing yet, so only its records are removed.
     pub(super) fn abort_scope(&self, scope: &Arc<Scope<B>>) -> Result<(), AbortError> {
+        // From here on no program changes what the transaction covers.
         let _quiet = self.commits.quiesce_scope(scope);
         if let Some(followed_commit) = self.scopes.commit_before(scope) {
             self.commits.drop_next(&followed_commit)?;
@@ -44,6 +47,7 @@ impl<B: Backing> TransactionalBacking<B> {
         self.tree.check_all(scope);
         self.link_counts.mark_links_ending(scope);
         let stage = *scope.stage.lock();
+        // A transaction of names with a key is decided by a ballot of all hosts.
         if let (Some(key), Stage::Open | Stage::Prepared(_)) = (&scope.key, stage) {
             let is_committed = self.names_ballots.settle_or_abort(key)?;
             if is_committed {
@@ -53,6 +57,7 @@ impl<B: Backing> TransactionalBacking<B> {
         match &scope.shadow {
             // This decides the abort with the other hosts.
             Some(shadow) if shadow.is_shared() => self.abort_shared(scope, shadow, stage)?,
+            // In shadow mode the backing has the changes, so the saved old state is restored.
             Some(shadow) => {
                 self.make_abort_certain(scope, stage)?;
                 scope.refuse_changes_for_good();
@@ -62,6 +67,7 @@ impl<B: Backing> TransactionalBacking<B> {
             // The backing does not have the changes.
             None => self.make_abort_certain(scope, stage)?,
         }
+        // The tables in memory lose the changes, so programs see the old tree.
         scope.drop_names_in_root();
         self.drop_changes(scope);
         scope.move_top_back();
@@ -77,17 +83,21 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// Makes the abort of a transaction certain, for this host and for the hosts that vote with it. After a crash from
-    /// here on, recovery restores the tree from before the transaction. Fails if the commit is decided or the
-    /// transaction has ended.
+    /// Makes the abort of a transaction certain, for this host and for the hosts that vote with it on the commit. After
+    /// a crash from here on, a recovery restores the tree from before the transaction. Fails if the commit is decided
+    /// or the transaction has ended.
+    ///
+    /// A transaction of names with a `key` has no vote; the caller has aborted its ballot.
     fn make_abort_certain(&self, scope: &Scope<B>, stage: Stage) -> Result<(), AbortError> {
         match stage {
             Stage::Open => {
                 if scope.key.is_none() {
                     self.votes.withdraw_from_votes(&scope.path)?;
                 }
+                // From now on the transaction cannot be committed from its backup.
                 self.backups.withdraw_for_abort(scope.serial)?;
-                // If the mark `open` remained, the next mount would drop data that programs write from now on.
+                // If the mark `open` remained, the next mount would drop data that programs write from now on. In
+                // shadow mode it remains until the changes are undone.
                 if scope.shadow.is_none() {
                     self.lower.remove_records(&scope.dir)?;
                 }

@@ -1,8 +1,8 @@
-//! Decision and application of a commit.
+//! Decision of a commit, and its application to the backing, the directory below the mount.
 //!
 //! A decision is the rename of the transaction's log to `tx-N/commit`. From then on the commit is a fact, and programs
 //! see the committed tree from the transaction's tables in memory. The application then changes the backing step by
-//! step.
+//! step. The *scope* of a transaction is what it covers; a *staged copy* is a file in `tx-N/` with changed bytes.
 //!
 //! Why programs can read during the application: they see the tables, and no step changes what the tables refer to.
 //! * Attributes are copied into the tables before the first step ([`Change::frozen_attr`]).
@@ -14,7 +14,8 @@
 //! Changes of the scope wait for the end of the application, unless a transaction follows the commit. The following
 //! transaction is stored already; it takes the commit's place when the commit's tables are dropped.
 //!
-//! A commit of an earlier firnd has no tables, so programs wait while it is applied.
+//! A commit of an earlier firnd (the process that serves the mount) has no tables, so programs wait while it is
+//! applied.
 //!
 //! [`Change::frozen_attr`]: crate::object::Change
 //! [`StagedCopy::final_name`]: crate::object::StagedCopy::final_name
@@ -63,6 +64,7 @@ pub(crate) struct DecidedCommits<B: Backing> {
 }
 
 impl<B: Backing> DecidedCommits<B> {
+    /// Assembles this part of a [`TransactionalBacking`] from the parts below it. No vote or ballot remains to be left.
     pub(crate) fn new(
         objects: &Arc<Objects<B>>,
         votes: &Arc<Votes<B>>,
@@ -148,11 +150,12 @@ impl<B: Backing> DecidedCommits<B> {
         Ok(true)
     }
 
-    /// Applies a decided commit; see [`Decided::apply`](crate::Decided::apply).
+    /// Applies a decided commit to the backing; see [`Decided::apply`](crate::Decided::apply).
     ///
     /// Returns whether this call completed the application; `false` if another call had completed it. After an error
     /// the commit stays decided, and the application can be repeated.
     pub(super) fn apply_commit(&self, scope: &Arc<Scope<B>>) -> Result<bool, StoreError> {
+        // One thread at a time applies the commit.
         let _applying = Claim::acquire_exclusive(&scope.application.applying);
         let Some(id) = scope.decided_id() else {
             return Ok(false);
@@ -221,7 +224,8 @@ impl<B: Backing> DecidedCommits<B> {
         Ok(())
     }
 
-    /// Creates the new directories that other hosts may create as well, and makes the tables refer to them.
+    /// Creates the new directories of a decided commit that other hosts may create as well. Makes the tables, from
+    /// which programs read during the application, refer to them.
     ///
     /// Does nothing on a mount of one host.
     fn make_shared_dirs(&self, scope: &Scope<B>) -> Result<(), StoreError> {
@@ -244,6 +248,7 @@ impl<B: Backing> DecidedCommits<B> {
                 continue;
             };
             let claimed = object.state.acquire_exclusive();
+            // Programs find the new directory by this inode from now on.
             if let Some(staged_copy) = claimed.edit().staged_copy_mut() {
                 staged_copy.kept_inode = Some(inode);
             }
@@ -265,7 +270,8 @@ impl<B: Backing> DecidedCommits<B> {
         Apply::new(&self.lower.base, self.lower.device, log, direction, &dirs)
     }
 
-    /// Applies the stored log of a decided transaction to the backing, and stores the number of the commit.
+    /// Applies the stored change log of a decided transaction to the backing: forward for a commit, backward for the
+    /// undo of one. Then stores the number of the commit, and removes the log or keeps it for an undo.
     fn apply(&self, scope: &Scope<B>) -> Result<(), StoreError> {
         let direction = scope.direction();
         let record_name = match direction {
@@ -279,6 +285,7 @@ impl<B: Backing> DecidedCommits<B> {
             return Ok(self.lower.remove_records(&scope.dir)?);
         };
         let mut apply = self.prepare_apply(scope, &log, direction);
+        // Objects that are in use need not be searched by name.
         let changed = scope.changed.lock().clone();
         for (number, object) in &changed {
             if let Some(inode) = object.base() {
@@ -292,7 +299,9 @@ impl<B: Backing> DecidedCommits<B> {
     }
 
     /// Drops the tables of an applied commit, so that programs see the backing again. The caller has quiesced names and
-    /// data.
+    /// data: no program uses them meanwhile.
+    ///
+    /// A new object gets its inode in the backing, its base.
     fn drop_applied_changes(&self, scope: &Arc<Scope<B>>) {
         scope.drop_names_in_root();
         let changed = std::mem::take(&mut *scope.changed.lock());
@@ -319,8 +328,8 @@ impl<B: Backing> DecidedCommits<B> {
         self.endings.end_transaction(scope);
     }
 
-    /// Copies the attributes of all changed objects into the tables, before the first step of the application changes
-    /// them.
+    /// Copies the attributes of all changed objects into the transaction's tables, before the first step of the
+    /// application to the backing changes them. Programs read them from there until the application ends.
     ///
     /// A repeated attempt retains the attributes of the first one, because the objects may have changed since.
     fn freeze_attributes(&self, scope: &Scope<B>) -> Result<(), Errno> {
@@ -358,7 +367,9 @@ impl<B: Backing> DecidedCommits<B> {
         Ok(())
     }
 
-    /// Records where the commit moves a new object. Of an object with several names the inode is kept instead.
+    /// Records in the tables where the commit moves a new object, so that programs can read it before and after the
+    /// move. Of an object with several names the inode is kept instead. Does nothing if one of them is recorded, if the
+    /// object is not new, or if it has lost its names.
     ///
     /// The inodes of all new objects cannot be kept, because there may be more than a process may have descriptors.
     fn record_final_name(&self, object: &Arc<Object<B>>) -> Result<(), Errno> {
@@ -391,7 +402,8 @@ impl<B: Backing> DecidedCommits<B> {
         self.keep_staged_inode_if(&claimed, |_, _| true)
     }
 
-    /// Keeps the inode of a staged copy in the tables if `is_wanted` returns true.
+    /// Keeps the inode of a staged copy (which has a transaction's changes of an object) in the tables, if `is_wanted`
+    /// returns true and there is a copy. The inode stays valid when the commit moves the copy.
     fn keep_staged_inode_if(
         &self,
         claimed: &ExclusiveValue<'_, ObjectState<B>>,
@@ -457,7 +469,9 @@ impl<B: Backing> TransactionalBacking<B> {
     /// is being undone, or if the other hosts do not agree. After an error of the last sync the commit counts as
     /// decided.
     pub(super) fn decide_scope(&self, scope: &Arc<Scope<B>>, id: u64) -> Result<(), CommitError> {
+        // A decided commit that the transaction follows comes first.
         self.commits.apply_commit_before(scope)?;
+        // From here on no program changes what the transaction covers.
         let _quiet = self.tree.quiesce(vec![scope.area()]);
         self.tree.check_all(scope);
         if !scope.has_all_changes() {
@@ -478,7 +492,8 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// Decides the commit of a prepared transaction: renames its record to `commit`. Does not sync the rename.
+    /// Decides the commit of a prepared transaction: renames its change log, stored in the backing, to `commit`. Does
+    /// not sync the rename. Fails if the other hosts, if there are any, have not agreed on the commit.
     fn decide_prepared(
         &self,
         scope: &Arc<Scope<B>>,
@@ -491,6 +506,7 @@ impl<B: Backing> TransactionalBacking<B> {
         {
             self.backups.back_up(scope, record)?;
         }
+        // The hosts decide a transaction of names by a ballot with its key, and any other by a vote.
         match &scope.key {
             Some(key) => self.names_ballots.must_be_committed(key)?,
             None => self.votes.decide_commit_with_hosts(scope, stage, id)?,

@@ -1,7 +1,9 @@
-//! [`ArenaNotes`]: notes on which arena has pending data of which transaction.
+//! [`ArenaNotes`]: ensures that written data of an aborted transaction never appears in a later mount.
 //!
 //! Terms
-//! * The *arena* of a mount has the data that is not drained to the backing yet (*pending* data).
+//! * The *arena* of a mount is shared memory with *pending* data: programs have written it, and it is not *drained*
+//!   (written to the backing, the directory below the mount) yet. It survives the end of the mount.
+//! * The *scope* of a transaction is what it covers.
 //! * The *attached* arena is the one of this mount. Other arenas may exist: with another `arena-dir`, on another host.
 //! * A *drop note* names an arena and a scope: the pending data of the arena in the scope belongs to an aborted
 //!   transaction and must be dropped.
@@ -132,13 +134,15 @@ impl<B: Backing> ArenaNotes<B> {
         }
     }
 
-    /// Returns drop notes for the stored transactions that are about to be undone.
+    /// Returns drop notes for the stored transactions that are about to be undone. A note says that an arena (memory
+    /// with data that is not in the backing yet) must drop its data below a path.
     fn notes_of_undone(
         &self,
         transactions_dir: &B::Inode,
     ) -> Result<BTreeSet<DropNote>, StoreError> {
         let mut notes = BTreeSet::new();
         for stored in self.lower.stored_transactions(transactions_dir)? {
+            // A transaction with living programs may continue, so its data counts.
             if self.can_continue(&stored)? {
                 continue;
             }
@@ -153,7 +157,8 @@ impl<B: Backing> ArenaNotes<B> {
         Ok(notes)
     }
 
-    /// Reads the stored drop notes.
+    /// Reads the stored drop notes: which arena (memory with data that is not in the backing yet) must drop its data
+    /// below which path. Empty if there is no file. Fails if a line is damaged.
     fn load_drop_notes(
         &self,
         transactions_dir: &B::Inode,
@@ -225,7 +230,8 @@ impl<B: Backing> ArenaNotes<B> {
         Ok(())
     }
 
-    /// Records that an arena has dropped all its data of this host's transactions. The transactions remain stored.
+    /// Records that an arena (memory with data that is not in the backing yet) has dropped all its data of this host's
+    /// transactions. The transactions remain stored.
     fn forget_arena(&self, arena: ArenaId) -> Result<(), StoreError> {
         let Some(transactions_dir) = self.lower.find_transactions_dir()? else {
             return Ok(());
@@ -249,9 +255,10 @@ impl<B: Backing> ArenaNotes<B> {
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Returns the owners of directories with transactions other than that of `members`: each host that ever mounted
-    /// the backing, and `None` for a mount of one host. The caller must call [`TransactionalBacking::drop_of`] for
-    /// each.
+    /// Returns the other owners of directories with transactions in the backing: each host that ever mounted it, and
+    /// `None` for a mount of one host. `members` is this host, which is left out; `None` for a mount of one host.
+    ///
+    /// The caller must call [`TransactionalBacking::drop_of`] for each.
     pub fn other_staging_owners(
         base: &B,
         members: Option<&Members>,
@@ -263,6 +270,7 @@ impl<B: Backing> TransactionalBacking<B> {
         for host in list_hosts(base)? {
             owners.push(Some(Members {
                 host,
+                // The number of hosts is not used.
                 expected: Expected::Count(0),
             }));
         }
@@ -272,10 +280,11 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(owners)
     }
 
-    /// Drops an arena's pending data of the transactions of another host, as [`TransactionalBacking::open_with`] does
-    /// for those of this host.
+    /// Drops the data of another host's transactions that is only in an arena (memory with data that is not in the
+    /// backing yet), as [`TransactionalBacking::open_with`] does for those of this host.
     ///
-    /// `drop_pending` is called with the scopes. The transactions remain stored, for a mount of that host.
+    /// `drop_pending` is called with the paths below which data must be dropped, unless there are none. The
+    /// transactions remain stored, for a mount of that host.
     pub fn drop_of<E: From<StoreError>>(
         base: B,
         members: Option<Members>,

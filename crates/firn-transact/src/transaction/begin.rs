@@ -1,4 +1,4 @@
-//! Begin of a transaction, of a whole directory or of some names in a directory.
+//! Begin of a transaction, of a whole directory or of some names in a directory. What it covers is its *scope*.
 //!
 //! A begin makes the directory `.firn/tx-N/`, and stores there what identifies the transaction. It stores and syncs
 //! `tx-N/open` last. After a crash, the recovery undoes every transaction that has `open` but no record of its changes.
@@ -61,8 +61,8 @@ impl<B: Backing> StoredScopes<B> {
         Scope::new(&self.lower.base, serial, root, path, dir, recovered, shadow)
     }
 
-    /// Makes the scope of a transaction that undoes a commit. The transaction counts as decided, and `record` is the
-    /// log of the commit.
+    /// Makes the table of a transaction that undoes a commit of the directory `root`. It counts as decided. `record` is
+    /// the change log of the commit, which is applied backward. `dir` is the transaction's directory.
     pub(crate) fn undoing_scope(
         &self,
         serial: u64,
@@ -80,7 +80,8 @@ impl<B: Backing> StoredScopes<B> {
         Ok(scope)
     }
 
-    /// Syncs the mark `open` of a new transaction, and in shadow mode moves a new top to its name.
+    /// Syncs the mark `open` of a new transaction, so that a recovery finds it. In shadow mode (changes are made at
+    /// once) also moves a new top, the directory that the transaction creates, to its name.
     ///
     /// If that fails, the mark is removed and the error is returned. If the removal fails too, the transaction is open
     /// in spite of the error.
@@ -105,13 +106,15 @@ impl<B: Backing> StoredScopes<B> {
 impl<B: Backing> TransactionalBacking<B> {
     /// Begins a transaction in the directory `root` and all below it, and returns its handle.
     ///
-    /// `path` is the path of `root`, relative to the backing. Fails if `root` is not a directory, or if its scope
-    /// overlaps another transaction that the new one cannot follow.
+    /// `path` is the path of `root`, relative to the backing. Fails if `root` is not a directory, or if it overlaps
+    /// another transaction. The exception is a decided commit of the same directory that the new one can *follow*: its
+    /// changes then begin when the commit is applied.
     pub fn begin(&self, root: &Arc<Object<B>>, path: &[u8]) -> Result<Open<'_, B>, BeginError> {
         if root.kind != Kind::Dir {
             return Err(ScopeError::NotDirectory.into());
         }
         self.commits.apply_commits_around(root)?;
+        // From here on no program changes anything at or below `root`.
         let _quiet = self.tree.quiesce_tree(root);
         let mut followed_commit = None;
         for scope in &self.scopes.all() {
@@ -124,17 +127,18 @@ impl<B: Backing> TransactionalBacking<B> {
             }
         }
         self.open_scope(path, followed_commit, |new| {
+            // In shadow mode (changes are made at once), this makes directories for the saved old state.
             self.make_shadow(&new, path)?;
             self.make_scope(&new, root, path)
                 .inspect_err(|_| self.shared.withdraw_from_hosts(path))
         })
     }
 
-    /// Makes the directory of a new transaction, calls `make_scope` to make its scope, and adds the transaction to the
-    /// tables.
+    /// Makes the directory of a new transaction, calls `make_scope` to store what it covers, and adds the transaction
+    /// to the tables.
     ///
-    /// The new transaction follows the commit `followed_commit`, if there is one. The caller has quiesced names and
-    /// data of the scope.
+    /// `followed_commit` is the decided commit of the same directory that is not applied to the backing yet; `None` if
+    /// there is none. The caller has quiesced names and data of the scope: no program changes them meanwhile.
     pub(super) fn open_scope(
         &self,
         path: &[u8],
@@ -172,7 +176,8 @@ impl<B: Backing> TransactionalBacking<B> {
         }
     }
 
-    /// In shadow mode, makes the directories for the saved state. With several hosts, joins the shared transaction.
+    /// In shadow mode (changes are made at once), makes the directories for the saved old state of a new transaction.
+    /// With several hosts, joins the transaction that they share. `path` is the path of the directory that it covers.
     ///
     /// Fails with `InodesDiffer` if directories of the backing list other inode numbers than stat(2) returns, because
     /// an abort could not restore the saved names. Does nothing in buffer mode.
@@ -191,11 +196,13 @@ impl<B: Backing> TransactionalBacking<B> {
         if self.lower.members.is_none() {
             return Ok(Shadow::create_dirs(&self.lower.base, new.dir)?);
         }
+        // Other hosts wait for this host to leave the votes on earlier commits.
         self.commits.leave_remaining_votes_on(path)?;
         self.shared.join_hosts(new.dir, path)
     }
 
-    /// Makes the scope of a transaction in an existing directory and stores its mark `open`, which is not synced yet.
+    /// Makes the table of a transaction of the existing directory `root`, and stores its mark `open`, which is not
+    /// synced yet. After a crash, a transaction with this mark and without a stored log of changes is undone.
     fn make_scope(
         &self,
         new: &NewTransaction<'_, B>,
@@ -219,6 +226,8 @@ impl<B: Backing> TransactionalBacking<B> {
             new.dir.clone(),
             NOT_RECOVERED,
         )?;
+        // After an abort, this note says which arena (memory with data that is not in the backing yet) must drop data.
+        // The mark `open` comes last: a crash before it leaves no transaction.
         self.arena_notes.record_arena(new.dir)?;
         staging::replace_file_unsynced(&self.lower.base, new.dir, staging::OPEN, path)?;
         Ok(scope)
@@ -247,6 +256,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if self.lower.members.is_none() {
             return self.open_names(dir, path, names, None);
         }
+        // By a ballot the hosts commit these names together. It must know this host before its first change.
         if let NamesEntry::NotYet(hosts) = self.names_ballots.join(key)? {
             return Err(BeginError::NotOver { hosts });
         }
@@ -254,7 +264,9 @@ impl<B: Backing> TransactionalBacking<B> {
             .inspect_err(|_| self.names_ballots.withdraw(key))
     }
 
-    /// Begins a transaction of names after this host has joined. `key` identifies the transaction among several hosts.
+    /// Begins a transaction that covers some names in the directory `dir` at `path`, and all below them. `key`
+    /// identifies it among several hosts, which this host has joined; `None` on a mount of one host. Fails if a name is
+    /// in another transaction.
     fn open_names(
         &self,
         dir: &Arc<Object<B>>,
@@ -266,6 +278,7 @@ impl<B: Backing> TransactionalBacking<B> {
             return Err(ScopeError::Missing.into());
         };
         let area = Area::Names(Arc::clone(dir), Arc::new(names.iter().cloned().collect()));
+        // From here on no program changes anything at or below these names.
         let _quiet = self.tree.quiesce(vec![area]);
         self.must_not_overlap(dir, names)?;
         let path_of_first = join(path, first.as_bytes());
@@ -286,6 +299,8 @@ impl<B: Backing> TransactionalBacking<B> {
             if !others.is_empty() {
                 self.lower.write_names(&scope, dir.key, others)?;
             }
+            // After an abort, this note says which arena (memory with data that is not in the backing yet) must drop
+            // data.
             self.arena_notes.record_arena(new.dir)?;
             // The mark `open` comes last: a crash before it leaves no transaction.
             staging::replace_file_unsynced(
@@ -309,7 +324,7 @@ impl<B: Backing> TransactionalBacking<B> {
         }
     }
 
-    /// Adds names of the directory to an open transaction of names; see [`Open::add_names`].
+    /// Adds names to an open transaction that covers some names in a directory; see [`Open::add_names`].
     ///
     /// Each name is durable in `tx-N/names` before it belongs to the transaction. Fails if a name is in another
     /// transaction, or if this one is not open.
@@ -331,6 +346,7 @@ impl<B: Backing> TransactionalBacking<B> {
             Arc::clone(dir),
             Arc::new(new_names.iter().cloned().collect()),
         );
+        // From here on no program changes anything at or below these names.
         let _quiet = self.tree.quiesce(vec![area]);
         self.must_not_overlap(dir, &new_names)?;
         if scope.stage() != Stage::Open {

@@ -11,7 +11,8 @@
 //! * The type of a handle is the stage at the time of the search. Another thread may have advanced the transaction
 //!   since then. So each method checks the stage again, under the locks that it needs, and fails if the stage does not
 //!   fit.
-//! * A scope has at most one undecided transaction. A decided commit may precede it.
+//! * A *scope*, which is what a transaction covers, has at most one undecided transaction. A decided commit may precede
+//!   it.
 
 use std::ffi::OsString;
 use std::sync::Arc;

@@ -1,7 +1,8 @@
 //! Prepare of a transaction: all of its changes become durable, and its outcome stays open.
 //!
-//! A prepare writes the change log to a new file, syncs it with all staged data, and renames it to `tx-N/record`. That
-//! rename prepares the transaction. The backup, if the mount has one, is complete before the rename.
+//! A prepare writes the change log to a new file in the transaction's directory `.firn/tx-N/`. It syncs the log with
+//! all new data there, and renames it to `tx-N/record`. That rename prepares the transaction. The backup, if the mount
+//! has one, is complete before the rename.
 //!
 //! Promise: after an error the transaction is open, with one exception: if the record can neither be synced nor
 //! removed, the transaction counts as prepared.
@@ -32,14 +33,18 @@ impl<B: Backing> LowerBacking<B> {
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Prepares a transaction under the number `id`; see [`Open::prepare`](crate::Open::prepare).
+    /// Prepares a transaction under the number `id`: its changes become durable, and its outcome stays open. See
+    /// [`Open::prepare`](crate::Open::prepare).
     ///
     /// Returns `Ok` if it is prepared under this number already. Fails if it has another number, is over or is being
     /// undone.
     pub(super) fn prepare_scope(&self, scope: &Arc<Scope<B>>, id: u64) -> Result<(), PrepareError> {
+        // A decided commit that the transaction follows comes first.
         self.commits.apply_commit_before(scope)?;
+        // From here on no program changes what the transaction covers.
         let _quiet = self.tree.quiesce(vec![scope.area()]);
         self.tree.check_all(scope);
+        // An abort has begun and failed, so some changes are gone.
         if !scope.has_all_changes() {
             return Err(StageError::Undoing.into());
         }
@@ -52,6 +57,7 @@ impl<B: Backing> TransactionalBacking<B> {
             Stage::Ended => return Err(StageError::NoTransaction.into()),
         }
         self.write_record(scope, id)?;
+        // This rename prepares the transaction. Without it, the backup must not count.
         self.lower
             .place_record(scope, staging::RECORD)
             .inspect_err(|_| self.backups.withdraw_backup(scope))?;
@@ -72,8 +78,10 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// Publishes what a prepared transaction of names changed, for the commit attempt with this number; see
-    /// [`TransactionHandle::publish_names`](crate::TransactionHandle::publish_names).
+    /// Publishes what a prepared transaction of names in a directory changed, for attempt `attempt` of the hosts to
+    /// commit it; see [`TransactionHandle::publish_names`](crate::TransactionHandle::publish_names).
+    ///
+    /// Fails with `NoTransaction` on a mount of one host, or if the hosts' ballot or the stored change log is gone.
     pub(super) fn publish_names(
         &self,
         scope: &Arc<Scope<B>>,
@@ -108,7 +116,8 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// Syncs everything that is staged, and writes the record under its temporary name. Completes the backup, too.
+    /// Syncs all new bytes and objects of the transaction, and writes its record, the change log, under a temporary
+    /// name. Completes the backup, too.
     ///
     /// The record takes effect when [`LowerBacking::place_record`] renames it.
     pub(crate) fn write_record(&self, scope: &Scope<B>, id: u64) -> Result<(), BackupError> {

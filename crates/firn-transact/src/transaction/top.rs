@@ -1,18 +1,19 @@
-//! Creation and renames of a scope's top.
+//! Creation and renames of the directory that a transaction covers.
 //!
-//! The *top* of a scope is the directory that a transaction covers. Its own name is an entry of its parent, which the
-//! transaction does not cover. A transaction may create its top ([`TransactionalBacking::begin_created`]), and programs
-//! may rename the top in its parent while the transaction is open.
+//! What a transaction covers is its *scope*; the uppermost directory is its *top*. The name of the top is an entry of
+//! its parent, which the transaction does not cover. A transaction may create its top
+//! ([`TransactionalBacking::begin_created`]), and programs may rename the top in its parent while the transaction is
+//! open.
 //!
-//! * In buffer mode the backing has neither the new top nor the new name before the commit. [`crate::top_overlay`]
-//!   shows the name to programs, and the change log has it as an entry of the parent.
+//! * In buffer mode the backing (the directory below the mount) has neither the new top nor the new name before the
+//!   commit. [`crate::top_overlay`] shows the name to programs, and the change log has it as an entry of the parent.
 //! * In shadow mode creation and renames are done in the backing at once, and an abort undoes them.
 //!
 //! Invariants
 //! * The top stays in its parent, and the parent stays in its place; other renames fail with EBUSY.
 //! * While the transaction is open, no other object gets a name that the top has or had.
-//! * Each name of the top is durable in `tx-N/names` before the top takes it. A recovery therefore finds the top, and
-//!   an arena drops data that was written below any of these names.
+//! * Each name of the top is durable in `tx-N/names` before the top takes it. A recovery therefore finds the top. After
+//!   an abort, an arena (memory with data that is not in the backing yet) drops data below any of these names.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -90,7 +91,8 @@ impl<B: Backing> TopUndo<B> {
 }
 
 impl<B: Backing> LowerBacking<B> {
-    /// Renames an object; fails with EEXIST if the new name exists.
+    /// Renames an object in the backing, from a name in one directory to a name in another; fails with EEXIST if the
+    /// new name exists.
     fn rename_without_replacing(
         &self,
         (old_dir, old_name): (&B::Inode, &OsStr),
@@ -115,7 +117,8 @@ impl<B: Backing> LowerBacking<B> {
 
     // ---- recorded names ----------------------------------------------------------------------
 
-    /// Adds a name that the top may have to `tx-N/names`, durably. Does nothing if the file already has the name.
+    /// Adds a name to `tx-N/names` durably: a new name of the top (the directory that the transaction covers), or one
+    /// more name that the transaction covers. Does nothing if the file already has the name.
     pub(super) fn record_name(&self, scope: &Scope<B>, name: &OsStr) -> Result<(), Errno> {
         let dir_name = format!("tx-{}", scope.serial);
         let log = self
@@ -143,7 +146,8 @@ impl<B: Backing> LowerBacking<B> {
         self.base.sync_dir(&scope.dir)
     }
 
-    /// Writes `tx-N/names`: a change log of one entry for the top. Does not sync the directory.
+    /// Writes `tx-N/names`, the names that the transaction's uppermost directory `top` has or had (or names that the
+    /// transaction covers in it), as a change log of one entry. Does not sync the directory.
     pub(super) fn write_names(
         &self,
         scope: &Scope<B>,
@@ -186,8 +190,10 @@ impl<B: Backing> LowerBacking<B> {
             .collect())
     }
 
-    /// Returns what an undo of the shadow transaction stored in `dir` does to the top; `None` if it does nothing.
-    /// `kept` is the transaction's directory of removed objects.
+    /// Returns what an undo of the transaction stored in `dir` does to its top, the directory that it covers. Returns
+    /// `None` if the transaction neither created nor renamed the top.
+    ///
+    /// The transaction is in shadow mode: its changes are made at once. `kept` is its directory of removed objects.
     pub(crate) fn find_top_undo(
         &self,
         dir: &B::Inode,
@@ -239,9 +245,9 @@ impl<B: Backing> LowerBacking<B> {
 impl<B: Backing> Namespace<B> {
     // ---- renaming the top --------------------------------------------------------------------
 
-    /// Renames the top of a scope in its parent, and returns the result.
+    /// Renames the top of a transaction, the uppermost directory that it covers, in its parent. Returns the result.
     ///
-    /// Returns `None` if `name` is not the name of a top or if the rename leads to another directory. The caller then
+    /// Returns `None` if `old` is not the name of a top or if the rename leads to another directory. The caller then
     /// treats the call as an ordinary rename.
     pub(crate) fn rename_top(
         &self,
@@ -255,6 +261,7 @@ impl<B: Backing> Namespace<B> {
         }
         let names = self.admission.share_names(parent);
         let scope = self.scope_with_top(old)?;
+        // The quiesce waits for all uses of these names, so this one ends first.
         drop(names);
         let _quiet = self.tree.quiesce(vec![
             Area::Tree(Arc::clone(&scope.root)),
@@ -275,7 +282,8 @@ impl<B: Backing> Namespace<B> {
             .find(|scope| scope.names_in_root.is_none() && Arc::ptr_eq(&scope.root, &object))
     }
 
-    /// Renames the top of `scope` to `new_name`, with the errors of rename(2). The caller has quiesced names and data.
+    /// Renames the top of the transaction `scope`, the directory that it covers, to `new_name` in `parent`, with the
+    /// errors of rename(2). The caller has quiesced names and data: no program changes them meanwhile.
     fn rename_top_of(
         &self,
         scope: &Arc<Scope<B>>,
@@ -307,7 +315,9 @@ impl<B: Backing> Namespace<B> {
         if self.lower.members.is_some() || !scope.is_open() || scope.stage() != Stage::Open {
             return Err(Errno::BUSY);
         }
+        // The name is stored first, so that a recovery finds the top under it.
         self.lower.record_name(scope, new_name)?;
+        // In shadow mode the backing is changed at once; otherwise the commit renames the directory.
         if scope.shadow.is_some() {
             let parent_inode = parent.inode(&self.lower.base)?;
             let old_name = names.now.as_deref().ok_or(Errno::STALE)?;
@@ -325,7 +335,8 @@ impl<B: Backing> Namespace<B> {
         Ok(())
     }
 
-    /// Checks that a top may take `name`, and returns the errno of rename(2) if not.
+    /// Checks that a transaction's uppermost directory (its top) may take `name` in `parent`, and returns the errno of
+    /// rename(2) if not.
     ///
     /// A target that rename(2) would replace gives EBUSY: the target is not part of the transaction, so an abort could
     /// not restore it.
@@ -335,6 +346,7 @@ impl<B: Backing> Namespace<B> {
         name: &OsStr,
         flags: RenameFlags,
     ) -> Result<(), Errno> {
+        // A reserved name is hidden until a transaction ends, because the transaction may need it.
         if matches!(
             self.top_overlay.find_top_name(parent, name),
             TopName::Reserved
@@ -359,8 +371,9 @@ impl<B: Backing> Namespace<B> {
 impl<B: Backing> StoredScopes<B> {
     // ---- recovered transactions --------------------------------------------------------------
 
-    /// Returns the top of a transaction that an earlier firnd prepared, stored in `dir`. If the commit is still to
-    /// create the top, this is the staged directory.
+    /// Returns the top, the directory that a transaction covers, of a transaction that an earlier firnd (server of the
+    /// mount) prepared. `dir` is the transaction's directory and `log` its change log. If the commit is still to create
+    /// the top, returns the new directory that waits in `dir`.
     pub(crate) fn recovered_root(
         &self,
         dir: &B::Inode,
@@ -384,8 +397,8 @@ impl<B: Backing> StoredScopes<B> {
         }
     }
 
-    /// Returns the top that the commit of the transaction in `dir` is still to create at `path`, as an object of its
-    /// own.
+    /// Returns the directory that the commit of the transaction in `dir` is still to create at `path`. Until then it is
+    /// in the transaction's directory, at `staged_path`.
     fn staged_root(
         &self,
         dir: &B::Inode,
@@ -421,7 +434,9 @@ impl<B: Backing> DecidedCommits<B> {
 }
 
 impl<B: Backing> StoredScopes<B> {
-    /// In shadow mode, moves a new top from staging to its place in the parent. The transaction must be stored already.
+    /// In shadow mode, moves a new top (the directory that the transaction creates) from the transaction's directory to
+    /// its place in the backing. The transaction must be stored already. Does nothing in buffer mode, in which the
+    /// commit does that.
     pub(crate) fn place_new_top(&self, scope: &Scope<B>) -> Result<(), Errno> {
         let names = scope.top.names();
         let (Some(parent), Some(name)) = (scope.top.parent(), &names.now) else {
@@ -463,11 +478,13 @@ impl<B: Backing> TransactionalBacking<B> {
         maker: TopMaker<'_>,
     ) -> Result<Open<'_, B>, BeginError> {
         self.apply_commits_above(parent)?;
+        // From here on no program changes the names in the parent.
         let _quiet = self.tree.quiesce(vec![Area::Dir(Arc::clone(parent))]);
         let name = self.name_of_new_top(parent, path)?;
         // A removed directory of this path may have left a history of commits, which must not apply to the new
         // directory.
         self.history.remove_scope_history(path)?;
+        // The top is the directory that the transaction covers.
         let new_top = NewTop {
             parent,
             name: &name,
@@ -475,6 +492,7 @@ impl<B: Backing> TransactionalBacking<B> {
             maker,
         };
         self.open_scope(path, None, |new| {
+            // In shadow mode (changes are made at once), this makes directories for the saved old state.
             self.make_shadow(&new, path)?;
             self.make_scope_with_new_top(&new, new_top)
         })
@@ -492,7 +510,7 @@ impl<B: Backing> TransactionalBacking<B> {
     }
 
     /// Returns the name of the directory at `path` if a transaction can create it in `parent`, or the reason that it
-    /// cannot. The caller is admitted to the names of `parent`.
+    /// cannot. The caller is admitted to the names of `parent`: no other thread changes them meanwhile.
     fn name_of_new_top(
         &self,
         parent: &Arc<Object<B>>,
@@ -537,7 +555,8 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// Makes the scope of a transaction that creates its top: creates the top in staging, and stores the mark `open`.
+    /// Makes the table of a transaction that creates its own directory (the top). Creates the directory in the
+    /// transaction's directory, and stores the mark `open`, with which a recovery finds the transaction.
     fn make_scope_with_new_top(
         &self,
         new: &NewTransaction<'_, B>,
@@ -565,7 +584,9 @@ impl<B: Backing> TransactionalBacking<B> {
             names.changed_at = Some(Time::now());
         }
         match &scope.shadow {
+            // In buffer mode the commit moves the directory to its name.
             None => drop(scope.changed.lock().insert(number, Arc::clone(&root))),
+            // In shadow mode it moves there now, so an undo must find its name.
             Some(shadow) => {
                 shadow.add_new(root.key.ino);
                 self.lower
@@ -573,13 +594,14 @@ impl<B: Backing> TransactionalBacking<B> {
             }
         }
         scope.root = root;
+        // After an abort, this note says which arena (memory with data that is not in the backing yet) must drop data.
         self.arena_notes.record_arena(new.dir)?;
         staging::replace_file_unsynced(&self.lower.base, new.dir, staging::OPEN, path)?;
         Ok(scope)
     }
 
-    /// Creates the directory of a new top in staging. In shadow mode it counts as an object of the backing,
-    /// otherwise as a change of the transaction.
+    /// Creates a new top, the directory that the transaction `scope` creates, in the transaction's directory. In shadow
+    /// mode (changes are made at once) it counts as an object of the backing, otherwise as a change of the transaction.
     fn make_staged_top(
         &self,
         scope: &Scope<B>,

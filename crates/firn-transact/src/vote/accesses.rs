@@ -1,5 +1,7 @@
-//! The access list that a host publishes before a vote: the bytes and names that its programs used, and the changes of
-//! its prepared change log.
+//! Makes the access list of a host: the bytes and names that its programs read or changed in a transaction.
+//!
+//! Each host publishes its list before the hosts vote on the commit; two hosts must not have changed the same bytes.
+//! The changes are those of the change log, which a prepare has made durable.
 //!
 //! Objects are identified by their inode numbers in the backing, which all hosts see. No other host sees what this host
 //! has made in its transaction, so new objects are listed only by the names that they take.
@@ -20,7 +22,8 @@ use crate::paths::{join, last_name_bytes, parent_of};
 use crate::staging;
 
 impl<B: Backing> Votes<B> {
-    /// Returns this host's access list: the accesses of its programs, and the changes that `record` makes.
+    /// Returns the list that this host publishes before a vote: the accesses `used` of its programs, and the changes
+    /// that `record` makes, the change log of the prepared transaction. Reads directories of the backing.
     pub(crate) fn list_accesses(
         &self,
         members: &Members,
@@ -71,8 +74,8 @@ impl FileAccesses {
         }
     }
 
-    /// Adds the ranges that a change log writes although no process is known to have written them. They count as
-    /// written by [`UNKNOWN_PID`]. A cut counts as a write of all bytes behind it.
+    /// Adds the ranges of a file that a transaction writes although no process is known to have written them. They
+    /// count as written by [`UNKNOWN_PID`]. A cut (the file became shorter) counts as a write of all bytes behind it.
     fn add_change(&mut self, data: &DataChange) {
         let mut written_by_processes = RangeSet::default();
         for accesses in self.processes.values() {
@@ -142,7 +145,8 @@ impl<'a> ListBuilder<'a> {
         }
     }
 
-    /// Adds what the record changes of one object.
+    /// Adds what the transaction changes in one object. `entry` is the object's part of the change log, with the names
+    /// that the object has only `before` and only `after` the transaction.
     fn add_entry(&mut self, entry: &Entry) {
         for new_name in &entry.after {
             self.add_new_name(entry, new_name);
@@ -240,9 +244,9 @@ impl<'a> ListBuilder<'a> {
         self.path_at_depth(number, 0)
     }
 
-    /// Returns a path of an object of the record. `depth` is the number of directories found below it so far. Other
-    /// users may be able to change the stored record, so the search ends at [`PATH_DEPTH_MAX`] in case directories form
-    /// a circle.
+    /// Returns a path of the object that has `number` in the change log; empty if it has none. `depth` is the number of
+    /// directories found below it so far. Other users may be able to change the stored log, so the search ends at
+    /// [`PATH_DEPTH_MAX`] in case directories form a circle.
     fn path_at_depth(&self, number: u64, depth: usize) -> Vec<u8> {
         if number == BACKING_TOP_NUMBER || depth >= PATH_DEPTH_MAX {
             return Vec::new();
@@ -316,8 +320,8 @@ impl<B: Backing> UsedDirs<'_, B> {
         Ok(())
     }
 
-    /// Returns the directory at `path`, and adds the names on the way to it. Returns `None` if the directory does not
-    /// exist.
+    /// Returns the directory of the backing at `path`, and adds the names on the way to it to `names`, because this
+    /// host uses them. Returns `None` if the directory does not exist.
     fn find_dir(
         &mut self,
         path: &[u8],
