@@ -111,7 +111,7 @@ impl ReadableIndex {
         match limit {
             Some(limit) => Self {
                 end: limit,
-                lost: vec![0..limit],
+                lost: std::iter::once(0..limit).collect(),
             },
             None => Self {
                 end: 0,

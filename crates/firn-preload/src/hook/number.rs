@@ -176,11 +176,12 @@ unsafe fn do_close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
             continue;
         }
         let internal_fd = fd as c_uint;
-        // SAFETY: the range is a part of the one that the program closes.
-        if internal_fd > first_open
-            && unsafe { close_range(first_open, internal_fd - 1, flags) } < 0
-        {
-            return -1;
+        if internal_fd > first_open {
+            // SAFETY: the range is a part of the one that the program closes.
+            let result = unsafe { close_range(first_open, internal_fd - 1, flags) };
+            if result < 0 {
+                return -1;
+            }
         }
         first_open = internal_fd + 1;
     }

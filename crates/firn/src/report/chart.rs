@@ -220,15 +220,16 @@ impl TimeAxis<'_> {
             top + 15.0,
             HtmlText(name)
         );
-        let strips: [(&str, fn(&Bucket) -> f64); 3] = [
-            ("in", |bin| bin.ingest_bytes as f64),
-            ("out", |bin| bin.drain_bytes as f64),
-            ("wait", waits_in_bin),
+        let values_of_bins =
+            |value_of_bin: fn(&Bucket) -> f64| host.bins.iter().map(value_of_bin).collect();
+        let strips: [(&str, Vec<f64>); 3] = [
+            ("in", values_of_bins(|bin| bin.ingest_bytes as f64)),
+            ("out", values_of_bins(|bin| bin.drain_bytes as f64)),
+            ("wait", values_of_bins(waits_in_bin)),
         ];
-        for (index, (class, value_of_bin)) in strips.iter().enumerate() {
+        for (index, (class, values)) in strips.iter().enumerate() {
             let y = top + index as f64 * (STRIP_HEIGHT + 1.0);
-            let values: Vec<f64> = host.bins.iter().map(value_of_bin).collect();
-            self.draw_strip(svg, class, y, &values);
+            self.draw_strip(svg, class, y, values);
         }
     }
 
