@@ -113,7 +113,7 @@ pub struct AgentOptions {
 pub struct Agent {
     mount: Mount,
     service: Arc<PartnerService>,
-    /// `None` if the mount wants no partner, or after [`Agent::seek_partner`].
+    /// `None` if the mount wants no partner, or after [`Agent::start_partner_search`].
     partner_wish: Option<PartnerWish>,
     listener: TcpListener,
     key_file: KeyFile,

@@ -10,7 +10,7 @@
 //! firnd answers requests in order. A client may send several before it receives the first reply.
 //!
 //! Promises
-//! * [`Connection::to`] returns a connection only if the kernel says that a process of the expected user listens.
+//! * [`Connection::connect`] returns a connection only if the kernel says that a process of the expected user listens.
 //! * A reply is never returned if it is incomplete, or claims more data than was received or than there is room for.
 //! * No function here allocates memory, takes a lock, sets `errno`, or calls a function that the preload library
 //!   replaces. They may therefore run in hooks and signal handlers.

@@ -13,14 +13,14 @@
 //! are in the pipe at that moment are read.
 //!
 //! ```
-//! use firn_process::{Excess, Limits, run};
+//! use firn_process::{ExcessOutput, Limits, run};
 //! use std::process::Command;
 //! use std::time::{Duration, Instant};
 //!
 //! let limits = Limits {
 //!     input: b"three\none\n",
 //!     output_bytes_max: 4096,
-//!     excess: Excess::Refuse,
+//!     excess: ExcessOutput::Refuse,
 //!     deadline: Instant::now() + Duration::from_secs(10),
 //! };
 //! let ended = run(Command::new("sort"), limits)?;

@@ -121,7 +121,7 @@ pub enum Action {
     Abort { scope: ScopeNumber, reason: String },
     /// Check for checkpoints beyond the number that the rule keeps: list the directory and call [`Machine::rotate`].
     Rotate { rule: usize, dir: Vec<u8> },
-    /// Remove these names, all or none. Then call [`Machine::note_committed`] or [`Machine::note_aborted`].
+    /// Remove these names, all or none. Then call [`Machine::record_committed`] or [`Machine::record_aborted`].
     Remove {
         scope: ScopeNumber,
         rule: String,
@@ -670,7 +670,7 @@ impl Machine {
         (found < required).then(|| describe_too_few(found, required, need))
     }
 
-    /// Freezes a scope for an attempt to commit: programs cannot change it until [`Machine::note_commit_failed`].
+    /// Freezes a scope for an attempt to commit: programs cannot change it until [`Machine::record_commit_failed`].
     ///
     /// Returns false if the scope has changed since the change count `changes`.
     pub fn begin_attempt(&mut self, number: ScopeNumber, changes: u64) -> bool {
@@ -906,7 +906,7 @@ impl Machine {
     /// Records that a program is about to make an operation. Returns the actions that the caller must carry out
     /// first, and the scope of the operation. The operation must not be busy ([`Machine::is_busy`]).
     ///
-    /// When a scope has begun and has its names, the caller must call [`Machine::note_begun`]. The caller must call
+    /// When a scope has begun and has its names, the caller must call [`Machine::record_begun`]. The caller must call
     /// [`Machine::finish_operation`] even if the operation was not made.
     pub fn enter_operation(
         &mut self,

@@ -13,7 +13,7 @@
 //!   never repaired, because other users may already have put files into such a directory.
 //! * Files that Firn keeps at a path outside the backing lie where no other user can replace them ([`check_place`]).
 //!   Objects below a checked directory are reached by its descriptor ([`open_beneath`]).
-//! * [`Facts::check`] and [`open_dir_raw`] allocate no memory and do not change `errno`, for the preload library.
+//! * [`FileMetadata::check`] and [`open_dir_raw`] allocate no memory and do not change `errno`, for the preload library.
 //!
 //! docs/SECURITY.md describes the attackers and the defences.
 

@@ -1,5 +1,5 @@
-//! The entry point of all programs in this binary: chooses the program by the name of the call (argv[0]). For `firn` it
-//! runs the verb (the subcommand), and turns the result into an exit status.
+//! The entry point of all programs in this binary: chooses the program by the name of the call (`argv[0]`). For `firn`
+//! it runs the verb (the subcommand), and turns the result into an exit status.
 
 use std::ffi::OsString;
 use std::path::Path;

@@ -58,7 +58,7 @@ pub struct AccessedFile {
 #[derive(Debug, Default)]
 pub struct AccessLog {
     is_on: AtomicBool,
-    /// Used files by inode number, each in the table of [`Log::shard`].
+    /// Used files by inode number, each in the table of [`AccessLog::shard`].
     shards: [Mutex<HashMap<u64, AccessedFile>>; SHARDS],
 }
 

@@ -499,7 +499,7 @@ impl<B: Backing> Recovery<B> {
 }
 
 impl<B: Backing> Scopes<B> {
-    /// Returns whether [`TransactionalBacking::to_be_stopped`] may return something. Does not call the backing.
+    /// Returns whether [`TransactionalBacking::scopes_to_stop`] may return something. Does not call the backing.
     pub fn shares(&self) -> bool {
         !self
             .paths_where(|scope| scope.shadow.as_ref().is_some_and(Shadow::is_shared))
