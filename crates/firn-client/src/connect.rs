@@ -1,14 +1,19 @@
 //! Client side of the control socket of firnd, the process that serves a mount. The client sends a request, receives
 //! progress messages, and then receives the answer.
 //!
+//! Terms
+//! * *Hello*: the first request on each connection. It exchanges versions.
+//! * *Short request*: one that firnd answers from memory. Only unmounts, waits and transactions are long requests.
+//!
 //! Promises
 //! * A [`Connection`] exists only after firnd has answered Hello with the client's protocol version.
 //! * firnd may close a connection that was unused for long, to make room for others. The client then reconnects, at
 //!   most once for each request. The close guarantees that firnd did not carry out the request. The client never
 //!   reconnects to another firnd process than the first.
-//! * Hello and short requests fail after `ANSWER_S` seconds of silence. Waits may take for ever.
-//! * If root asks the firnd of another user, the answer to a short request must arrive within `ANSWER_S` seconds, and
-//!   no answer may exceed `OTHERS_REPLY_BYTES_MAX` bytes. That firnd may be any program, so root does not trust it.
+//! * Hello and short requests fail after 10 seconds (`ANSWER_S`) without a byte from firnd. Long requests may take for
+//!   ever.
+//! * If root asks the firnd of another user, the whole answer to a short request must arrive within these 10 seconds,
+//!   and no answer may exceed 16 MiB. That firnd may be any program, so root does not trust it.
 //! * If firnd is gone, the client gets an error and no SIGPIPE, because the calling program may not handle the
 //!   signal.
 //! * The client sends nothing before two checks: the runtime directory, which has the socket, and the process at the
@@ -35,10 +40,10 @@ use crate::find::Mount;
 use crate::liveness::Liveness;
 use crate::paths::open_runtime_dir;
 
-/// Maximum time in seconds for the answer to a short request. firnd answers from memory, so it needs longer only if
-/// it is stopped or gets no CPU time.
+/// Seconds without a byte from firnd after which a short request fails. firnd answers it from memory, so it needs
+/// longer only if it is stopped or gets no CPU time.
 const ANSWER_S: u64 = 10;
-/// Time limit for the answer to a short request.
+/// Time limit of each read and write of the socket during a short request.
 const SHORT_REQUEST: Option<Duration> = Some(Duration::from_secs(ANSWER_S));
 /// Long requests have no time limit.
 const NO_TIMEOUT: Option<Duration> = None;
@@ -299,7 +304,10 @@ impl Connection {
     /// Asks firnd, the process that serves the mount, to unmount and to end.
     ///
     /// `held` says what happens to bytes that are in memory only. Returns a handle that can wait for the end of the
-    /// process, and the answer: the number of files that remain in logs because other hosts write to them.
+    /// process, and firnd's answer: the number of files that remain in logs because other hosts write to them.
+    ///
+    /// The outer error means that the connection could not be opened again. The inner error is that of the unmount; the
+    /// caller can still wait for the process, which may end nevertheless.
     pub fn unmount(
         &mut self,
         force: bool,
@@ -309,7 +317,7 @@ impl Connection {
         if self.must_reopen {
             self.reopen()?;
         }
-        // Take the process handle before the request. firnd does not close the connection once it has the request.
+        // The handle is taken before the request, because afterwards firnd may end at any time.
         let mut process = self.firnd_process();
         let request = Request::Unmount { force, held };
         let mut reply = self.send_once(&request, NO_TIMEOUT, progress);
@@ -377,10 +385,10 @@ impl Connection {
     }
 
     /// Sends a request to firnd, the process that serves the mount, and returns the answer. `progress` is called for
-    /// each progress message before it.
+    /// each progress message before it. `timeout` limits each read and write of the socket.
     ///
-    /// If firnd had closed the connection before, it did not carry out the request. The client then reconnects and
-    /// repeats the request once.
+    /// firnd may have closed the connection, to make room for others, before the request came. It then did not carry
+    /// the request out. The client reconnects and repeats the request, at most once.
     fn request(
         &mut self,
         request: &Request,
@@ -392,6 +400,7 @@ impl Connection {
         {
             return Ok(reply);
         }
+        // firnd has closed the connection: before this call (`must_reopen`), or before it got the request.
         self.reopen()?;
         match self.send_once(request, timeout, progress)? {
             Some(reply) => Ok(reply),
@@ -399,8 +408,11 @@ impl Connection {
         }
     }
 
-    /// Sends a request to firnd, the process that serves the mount, and returns the answer. Returns `None` if firnd had
-    /// closed the connection before. It then did not carry out the request, which may be repeated after a reconnection.
+    /// Sends a request to firnd, the process that serves the mount, and returns the answer. Each progress message before
+    /// it is passed to `progress`. `timeout` limits each read and write of the socket, not the whole request.
+    ///
+    /// Returns `None` if firnd had closed the connection before. It then did not carry out the request, so the caller
+    /// may reconnect and send it again. A refusal is an error.
     fn send_once(
         &mut self,
         request: &Request,
@@ -414,7 +426,8 @@ impl Connection {
             Err(error) if is_closed_by_peer(&error) => Some(error),
             Err(error) => return Err(self.io_error(error)),
         };
-        // The firnd of another user may be any program, which could send progress messages for ever.
+        // The firnd of another user may be any program. It could send progress messages for ever, so the whole answer
+        // gets a deadline, too.
         let is_bounded = timeout.is_some() && self.mount.is_of_another_user();
         let deadline = is_bounded.then(|| Instant::now() + Duration::from_secs(ANSWER_S));
         loop {

@@ -53,10 +53,12 @@ enum IdleFiles {
 }
 
 impl Levels {
-    /// Asks firnd, the process that serves the mount, for the levels of all files at or below a place.
+    /// Prepares to look up the level of any file at or below `place`: what the file's bytes survive. Asks firnd, the
+    /// process that serves the mount, for the files about which it knows more than their attributes show. The other
+    /// files are *idle*; this function decides how their levels are found.
     ///
-    /// `connection` and `status` are of the mount of `place`. The caller lists the files first and reads `status` after
-    /// that, so that `status` counts their logs.
+    /// `connection` and `status` are of the mount of `place`. The caller must list the files before it reads `status`.
+    /// Otherwise `status` may miss logs (bytes outside their file) of a listed file.
     pub fn request(
         connection: &mut Connection,
         place: &MountLocation,
@@ -66,8 +68,8 @@ impl Levels {
         let mut known = HashMap::<PathBuf, FileStatus>::new();
         for file in files {
             let path = file.path.as_path().to_owned();
-            // Two files are listed under one name if a file was replaced in the backing, past the mount. The lower
-            // level counts.
+            // If a file was replaced in the backing (the served directory) without the mount, firnd lists both files
+            // under one name. The lower level counts.
             if let Some(other_file) = known.get(&path)
                 && other_file.state < file.state
             {
@@ -76,12 +78,13 @@ impl Levels {
             known.insert(path, file);
         }
         let mount = &place.mount;
-        // With this option new data goes to logs, so a file may get logs after the status was read.
+        // With this option, data is written to logs. A file may then get its first log after the status was read.
         let is_log_layout = status.options.iter().any(|option| option == "layout=log");
         let has_logs = status.logged_files > 0 || is_log_layout;
         let idle = if !has_logs {
             IdleFiles::Drained
         } else if mount.is_tree {
+            // A stub tree (a mount without FUSE) has empty files, which cannot report a level.
             IdleFiles::InBacking(mount.backing.clone())
         } else {
             IdleFiles::InMount(mount.mount_point.clone())

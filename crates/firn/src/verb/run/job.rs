@@ -204,7 +204,7 @@ pub(super) struct Job<'a> {
     event_sender: SyncSender<JobEvent>,
     /// The queue of events.
     events: Receiver<JobEvent>,
-    /// Events that were taken since the last check for lost hosts.
+    /// Number of events that were taken since the last check for lost hosts: see `next_event`.
     events_since_check: usize,
     /// Notices that were printed already, without the name of a host.
     shown_notices: Vec<String>,
@@ -609,17 +609,22 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Waits for the next event: output of a launch command (srun, ssh), its end, a signal, or the end of the user's
-    /// command. Updates the state of the hosts from it. Returns the event, or `None` if nothing happened for
-    /// [`LOST_CHECK_INTERVAL`]. Then, and after [`EVENTS_MAX`] events, hosts that sent nothing count as lost.
+    /// Waits for the next event, and updates the state of the hosts from it. An event is output of a launch command
+    /// (srun, ssh), its end, a signal, or the end of the user's command. Returns the event, or `None` if nothing
+    /// happened for [`LOST_CHECK_INTERVAL`].
+    ///
+    /// Each time the queue of events is empty, this function first marks hosts as lost that were silent for too long.
     fn next_event(&mut self) -> Option<JobEvent> {
-        // After a stop of this process (Ctrl-Z), old messages wait in the queue. They are handled first, so that no
-        // living host counts as lost.
+        // Queued events come before the check for lost hosts. After a stop of this process (Ctrl-Z), messages of living
+        // hosts wait in the queue; a check before them would find all hosts silent.
         let mut event = None;
+        // Under a constant flow of events the queue is never empty. The check then takes place once per `EVENTS_MAX`
+        // events, which is a full queue.
         if self.events_since_check < EVENTS_MAX {
             event = self.events.try_recv().ok();
         }
-        if event.is_none() {
+        let is_check_due = event.is_none();
+        if is_check_due {
             self.events_since_check = 0;
             self.mark_silent_hosts_lost();
             event = self.events.recv_timeout(LOST_CHECK_INTERVAL).ok();
@@ -643,9 +648,10 @@ impl<'a> Job<'a> {
         event
     }
 
-    /// Records a message that came with the output of a launch command (srun, ssh). Any message shows that its host is
-    /// alive, even if it counted as lost. A message of an unknown sender is ignored: only the first message of a host,
-    /// `Hello`, makes its sender number known.
+    /// Records what a message says about the host that sent it: that it is alive, and its progress. The message came
+    /// with the output of a launch command (srun, ssh). A host that counted as lost takes part again.
+    ///
+    /// The first message of a host, `Hello`, links its sender number to the host. Messages of other senders are ignored.
     fn record_message(&mut self, launcher_index: usize, sender_id: u64, message: &HostMessage) {
         let sending_host = match message {
             HostMessage::Hello(name) => self.assign_sender(launcher_index, sender_id, name),
@@ -659,7 +665,7 @@ impl<'a> Job<'a> {
         };
         let host = &mut self.hosts[host_index];
         host.last_message = Instant::now();
-        // The host was only slow. It takes part in the run again.
+        // This also clears the mark: the host was only slow.
         if std::mem::take(&mut host.is_lost) {
             output::print_message(&format!("{} answers again", host.name));
         }
