@@ -256,11 +256,13 @@ pub fn begin_handshake<T: Transport>(
             let credential = munge.wrap(&new_key, deadline)?;
             (new_key, Some(credential))
         }
+        // Over pipes there is no shared key: ssh has authenticated both sides, so a known key is enough.
         None => (inputs.key.unwrap_or(&PIPES_KEY).clone(), None),
     };
     let mut hello = hello_without_exchange(inputs.side, credential);
     let mut exchange = Exchange::begin(&key.0, &prologue(&hello));
     let own_message = exchange.write(&[])?;
+    // The hello carries this message of the key exchange in two fields.
     let (public_key, tag) = own_message.split_at(hello.nonce.len());
     hello.nonce.copy_from_slice(public_key);
     hello.tag.copy_from_slice(tag);

@@ -2,7 +2,7 @@
 //! progress messages, and then receives the answer.
 //!
 //! Terms
-//! * *Hello*: the first request on each connection. It exchanges versions.
+//! * *Hello*: the first request on each connection. firnd answers it with its protocol version.
 //! * *Short request*: one that firnd answers from memory. Only unmounts, waits and transactions are long requests.
 //!
 //! Promises

@@ -54,8 +54,8 @@ enum IdleFiles {
 
 impl Levels {
     /// Prepares to look up the level of any file at or below `place`: what the file's bytes survive. Asks firnd, the
-    /// process that serves the mount, for the files about which it knows more than their attributes show. The other
-    /// files are *idle*; this function decides how their levels are found.
+    /// process that serves the mount, for the files about which it knows more than the served directory shows. The
+    /// other files are *idle*; this function also decides how their levels are found.
     ///
     /// `connection` and `status` are of the mount of `place`. The caller must list the files before it reads `status`.
     /// Otherwise `status` may miss logs (bytes outside their file) of a listed file.
@@ -84,7 +84,7 @@ impl Levels {
         let idle = if !has_logs {
             IdleFiles::Drained
         } else if mount.is_tree {
-            // A stub tree (a mount without FUSE) has empty files, which cannot report a level.
+            // The files of a stub tree (a mount without FUSE) are empty stand-ins, so the backing is examined.
             IdleFiles::InBacking(mount.backing.clone())
         } else {
             IdleFiles::InMount(mount.mount_point.clone())

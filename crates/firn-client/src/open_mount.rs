@@ -420,6 +420,7 @@ impl OpenMount {
                 unsafe { spill.read(offset, target, len) }
             }
             Place::MemoryFile => {
+                // For such a piece, `chunk` is the number of the memory file.
                 let number = piece.chunk.and_then(|number| u16::try_from(number).ok());
                 let file = MemoryFile::open(&self.region, number.ok_or(outside)?)?;
                 // SAFETY: `target` is writable for `len` bytes, as promised to this function.

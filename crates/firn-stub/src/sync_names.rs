@@ -790,6 +790,7 @@ impl<B: Backing> Tree<B> {
                 break;
             }
             let chunk = buffer.get(..read_bytes).unwrap_or_default();
+            // Only the first chunk of a range can begin with zeros that no program wrote.
             let continues_range = data_start == position && position > 0;
             let skipped_bytes = if continues_range {
                 0

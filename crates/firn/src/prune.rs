@@ -178,8 +178,8 @@ fn remove_renamed(directory: &Directory, name: &OsStr, object: ObjectId) -> Resu
 /// with the newest first. `keep` is the number of whole (completely written) checkpoints that must stay.
 fn judge_checkpoints(checkpoints: &[Checkpoint], keep: usize) -> Vec<JudgedCheckpoint> {
     let is_whole = |checkpoint: &Checkpoint| checkpoint.wholeness == CheckpointState::Whole;
-    // A job may have no file open between two files of its newest checkpoint. So the number of these files is compared
-    // with that of the whole checkpoint before it.
+    // Between two files of its newest checkpoint, a job may have no file open, and the checkpoint then looks whole. It
+    // counts as whole only if it has at least as many files as the whole checkpoint before it.
     let expected_files = checkpoints
         .iter()
         .skip(1)

@@ -246,8 +246,8 @@ impl<'a, 't> Fetch<'a, 't> {
     fn fetch_all(&mut self) -> Result<(), PullError> {
         loop {
             self.send_requests()?;
-            // Without an outstanding reply, this thread may wait, but only for blocks that libfabric reads. Otherwise
-            // it must not wait for blocks, because it waits for the reply below.
+            // If a reply is outstanding, this thread waits for it below, so it must not wait here too. Otherwise it may
+            // wait here, for a block that libfabric (RDMA) is still reading.
             let may_wait_for_block = self.sent_requests.is_empty();
             self.write_arrived_blocks(may_wait_for_block)?;
             if may_wait_for_block && (self.pending_blocks() > 0 || self.has_request()) {
@@ -266,6 +266,7 @@ impl<'a, 't> Fetch<'a, 't> {
                 return Err(PullError::Full { host });
             }
             std::thread::sleep(FULL_PAUSE);
+            // The agent may hold fewer bytes by now, so it is asked again.
             self.is_agent_full = false;
         }
     }
@@ -456,6 +457,7 @@ impl<'a, 't> Fetch<'a, 't> {
         let file = self.open_file(file_number);
         file.bytes = bytes;
         file.open_staged(staging)?;
+        // The file was changed since the list. The result of the pull names it as changed.
         file.is_newer = file.to_fetch.entry.is_older_than(changes);
         file.incomplete_blocks = bytes.div_ceil(BLOCK_BYTES);
         file.to_fetch.bytes = bytes;

@@ -291,6 +291,7 @@ impl Shared {
                 }
             }
             let mut state = self.lock();
+            // The flag is only used under the lock, so any ordering is enough.
             file.is_busy.store(false, Ordering::Relaxed);
             state.active_jobs -= 1;
             state.free_buffers.extend(used_buffer);

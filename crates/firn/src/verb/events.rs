@@ -203,6 +203,7 @@ impl EventReader {
         };
         loop {
             let remaining_bytes = LINE_BYTES_MAX.saturating_sub(self.partial_line.len() as u64);
+            // A line of this length is given up, so that it does not fill the memory.
             let is_too_long = remaining_bytes == 0;
             let read_len = file
                 .by_ref()

@@ -411,8 +411,8 @@ impl Run {
         if is_without_fuse && !self.uses_preload {
             return Err(missing_library_failure());
         }
-        // The key of the partner's agent is in the backing, and restored files are renamed by the descriptor of a
-        // FUSE mount.
+        // A restart fetches lost files from another host, the partner, whose key is in the backing. The files then get
+        // their names by renames, which must reach firnd through a FUSE mount.
         if self.restart.is_some() && (self.backing.is_none() || is_without_fuse) {
             let text =
                 "--restart needs --backing, in which hosts find each other, and frontend=fuse";

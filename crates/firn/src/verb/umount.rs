@@ -144,7 +144,7 @@ fn unmount_by_firnd(
     let waited = meter.summary();
     // The bar disappears before a message is printed.
     drop(meter);
-    // A refused unmount leaves firnd running, and must not wait for its end.
+    // After a refused unmount firnd goes on, so there is no end to wait for.
     if result.is_ok() || !is_mounted(mount) {
         wait_for_end(&firnd, args.force);
     }

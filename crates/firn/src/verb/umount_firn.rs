@@ -52,6 +52,7 @@ fn parse_call(args: &[OsString]) -> Result<UmountCall, Failure> {
             match flag {
                 'f' => call.is_forced = true,
                 'l' => call.is_lazy = true,
+                // These flags change nothing here.
                 'n' | 'r' | 'v' | 's' => {}
                 // Both values are known: only Firn's mounts get here, and umount(8) has entered the namespace already.
                 't' | 'N' => {

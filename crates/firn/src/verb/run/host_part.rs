@@ -91,9 +91,9 @@ impl MessageSender {
     }
 }
 
-/// Runs the host part until its mount has ended, and returns the exit status.
+/// Runs the host part, the process of `firn run` on one host, until its mount has ended. Returns the exit status.
 ///
-/// The argument after [`NAME`] is the interval of its signs of life, in milliseconds.
+/// The argument after [`NAME`] is the interval in milliseconds at which it tells `firn run` that it is alive.
 pub fn main(args: &[OsString]) -> Result<u8, Failure> {
     let Some(alive_interval) = args.first().and_then(|arg| parse_interval(arg)) else {
         let text = format!("only `firn run` may start firn {NAME}");
@@ -333,8 +333,8 @@ impl HostMount {
         }
     }
 
-    /// Starts a thread that makes the data in memory durable, so that the main loop does not wait. All requests that
-    /// arrive while it does so (a drain) together cause one further drain. Without a backing there is nothing to do.
+    /// Starts a drain, which makes the data in memory durable, in a thread, and returns at once. Only one drain runs at
+    /// a time: calls during a drain cause a single further drain after it. Without a backing there is nothing to do.
     fn start_drain(&self, message_sender: &MessageSender) {
         if self.dirs.is_memory_only || self.pending_drains.fetch_add(1, Ordering::AcqRel) > 0 {
             return;
@@ -345,7 +345,8 @@ impl HostMount {
         let pending_drains = Arc::clone(&self.pending_drains);
         thread::spawn(move || {
             loop {
-                // Requests that arrive after this load are not in the count, so they cause another round.
+                // This drain serves the calls that are counted now. Data may have been written before a later call, so
+                // later calls cause another round.
                 let served_drains = pending_drains.load(Ordering::Acquire);
                 let result = make_durable(&prefix, &mut |_| {});
                 // The unmount has begun and drains by itself, so an error here would be misleading.

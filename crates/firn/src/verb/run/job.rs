@@ -240,9 +240,11 @@ impl UnmountSummary {
 }
 
 impl<'a> Job<'a> {
-    /// Starts the host part, the process that mounts, on each host. `make_program` makes its command line from the
-    /// interval in milliseconds at which it says that it is alive. Fails if a launch command (srun, ssh) cannot be
-    /// started. Does not wait for the hosts.
+    /// Starts the host part, the process that mounts, on each host. Does not wait for the hosts. Fails if a launch
+    /// command (srun, ssh) cannot be started.
+    ///
+    /// `make_program` returns the command line of a host part. It gets the interval in milliseconds at which the host
+    /// part must say that it is alive.
     pub(super) fn start(
         launcher: &'a dyn Launcher,
         timeout: Duration,
@@ -623,8 +625,7 @@ impl<'a> Job<'a> {
         if self.events_since_check < EVENTS_MAX {
             event = self.events.try_recv().ok();
         }
-        let is_check_due = event.is_none();
-        if is_check_due {
+        if event.is_none() {
             self.events_since_check = 0;
             self.mark_silent_hosts_lost();
             event = self.events.recv_timeout(LOST_CHECK_INTERVAL).ok();
