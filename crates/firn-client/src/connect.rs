@@ -3,7 +3,8 @@
 //!
 //! Terms
 //! * *Hello*: the first request on each connection. firnd answers it with its protocol version.
-//! * *Short request*: one that firnd answers from memory. Only unmounts, waits and transactions are long requests.
+//! * *Short request*: one that firnd answers from memory. Unmounts, waits, flattening and requests about
+//!   transactions are long requests.
 //!
 //! Promises
 //! * A [`Connection`] exists only after firnd has answered Hello with the client's protocol version.

@@ -145,11 +145,13 @@ impl<'a> Upgrade<'a> {
         }
     }
 
-    /// Waits for the next firnd (the daemon of the mount), of the new version or of the old one, and returns its status.
-    /// There is no timeout while the keeper lives, the process that starts it: the backing decides how long firnd takes.
-    /// Fails if the mount has ended.
+    /// Waits for the next firnd (the daemon of the mount) and returns its status. It may be of the new version, or of the
+    /// old one if the new one could not serve the mount. Fails if the mount has ended.
+    ///
+    /// The keeper is the process that starts the next firnd. There is no timeout while it lives, because the start takes
+    /// as long as the backing (the served directory) needs.
     fn wait_for_next_firnd(&self) -> Result<Status, Failure> {
-        // The wait has no deadline while the keeper lives.
+        // `None` while the keeper lives.
         let mut deadline = None;
         loop {
             match self.ask_next_firnd() {
@@ -163,8 +165,10 @@ impl<'a> Upgrade<'a> {
                         ),
                     ));
                 }
+                // The previous firnd still serves, or none answers yet.
                 Ok(None) | Err(_) => {}
             }
+            // A firnd that the keeper started just before its end may still begin to answer.
             if deadline.is_none() && self.has_keeper_ended() {
                 deadline = Some(Instant::now() + NEW_KEEPER_TIMEOUT);
             }

@@ -3,7 +3,7 @@
 //! Terms
 //! * A *host part* is the process that mounts on one host ([`super::host_part`]).
 //! * A *launch command* is a local process, such as srun or ssh, that starts the host parts on some of the hosts.
-//! * A host is *lost* when its host part has sent nothing for `timeout`.
+//! * A host is *lost* when its host part has sent nothing for `timeout`, or its launch command has ended before it.
 //! * To *drain* is to write data that is only in memory to the backing, the directory in which files end up.
 //!
 //! Promises
@@ -124,7 +124,7 @@ struct Host {
     mounted: Option<MountedHost>,
     /// When the last message arrived.
     last_message: Instant,
-    /// Whether the host has exceeded its timeout.
+    /// Whether the host is lost. A later message of the host clears this.
     is_lost: bool,
     /// Bytes that the last drain still has to write.
     remaining_bytes: u64,
@@ -773,7 +773,7 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Marks a host as lost, unless it has ended.
+    /// Marks a host as lost, unless it has ended. If it had a mount, prints a message about it.
     fn mark_lost(&mut self, index: usize) {
         let host = &mut self.hosts[index];
         if host.is_lost || host.has_ended() {
