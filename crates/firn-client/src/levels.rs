@@ -96,10 +96,12 @@ impl Levels {
         })
     }
 
-    /// Returns the levels of the files in a backing that is not mounted.
+    /// Returns the levels of the files in a backing that is not mounted. There is no mount point, so callers pass
+    /// absolute paths to [`Levels::level`] and the other functions.
     pub fn for_unmounted_backing() -> Self {
         Self {
             known: HashMap::new(),
+            // A path joined to the empty path stays as it is.
             idle: IdleFiles::InBacking(PathBuf::new()),
             stub_backing: None,
         }

@@ -243,8 +243,8 @@ impl<'a> Job<'a> {
     /// Starts the host part, the process that mounts, on each host. Does not wait for the hosts. Fails if a launch
     /// command (srun, ssh) cannot be started.
     ///
-    /// `make_program` returns the command line of a host part. It gets the interval in milliseconds at which the host
-    /// part must say that it is alive.
+    /// `make_program` gets the interval in milliseconds at which a host part must say that it is alive, and returns the
+    /// command line of the host part.
     pub(super) fn start(
         launcher: &'a dyn Launcher,
         timeout: Duration,
