@@ -409,8 +409,8 @@ impl Connection {
         }
     }
 
-    /// Sends a request to firnd, the process that serves the mount, and returns the answer. Each progress message before
-    /// it is passed to `progress`. `timeout` limits each read and write of the socket, not the whole request.
+    /// Sends a request to firnd, the process that serves the mount, and returns the answer. Each progress message
+    /// before it is passed to `progress`. `timeout` limits each read and write of the socket, not the whole request.
     ///
     /// Returns `None` if firnd had closed the connection before. It then did not carry out the request, so the caller
     /// may reconnect and send it again. A refusal is an error.

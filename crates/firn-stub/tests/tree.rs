@@ -448,7 +448,8 @@ fn regression_a_link_goes_with_its_directory_also_where_that_was_in_the_way() {
     world.stop();
 }
 
-/// Only the owner differed at the sync, so the mode was not set again after chown(2) had cleared the bit in the backing.
+/// Only the owner differed at the sync, so the mode was not set again after chown(2) had cleared the bit in the
+/// backing.
 #[test]
 fn regression_a_set_user_id_bit_survives_a_change_of_owner() {
     let mut world = World::new();
@@ -472,8 +473,8 @@ fn regression_a_set_user_id_bit_survives_a_change_of_owner() {
     world.stop();
 }
 
-/// Does the same random operations in the tree and in a plain directory, with restarts of firnd in between. At the end the
-/// backing has the same objects as the plain directory.
+/// Does the same random operations in the tree and in a plain directory, with restarts of firnd in between. At the end
+/// the backing has the same objects as the plain directory.
 #[test]
 fn random_operations_end_in_the_backing_as_in_a_plain_directory() {
     let seed = seed("random");

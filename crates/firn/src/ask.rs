@@ -1,4 +1,5 @@
-//! Makes requests that may hang, several at the same time: requests to firnd, the daemon of a mount, or to a file server.
+//! Makes requests that may hang, several at the same time: requests to firnd, the daemon of a mount, or to a file
+//! server.
 //!
 //! Promises
 //! * Answers have the order of the questions.

@@ -1,5 +1,5 @@
-//! Compares the declarations of `ofi::abi` with the headers of the installed libfabric. A C program prints sizes, offsets
-//! and constants. The test needs a C compiler and libfabric-dev, which scripts/setup installs.
+//! Compares the declarations of `ofi::abi` with the headers of the installed libfabric. A C program prints sizes,
+//! offsets and constants. The test needs a C compiler and libfabric-dev, which scripts/setup installs.
 
 use std::mem::{offset_of, size_of};
 use std::process::Command;

@@ -53,8 +53,8 @@ fn with_probe(
         })
 }
 
-/// Reports whether space and names (inodes) are free in the backing. The space is compared with the arena, the memory of
-/// the mount: what it holds must fit into the backing.
+/// Reports whether space and names (inodes) are free in the backing. The space is compared with the arena, the memory
+/// of the mount: what it holds must fit into the backing.
 pub(crate) fn check_room(subject: &CheckSubject<'_>) -> Vec<Finding> {
     let backing = match canonical_backing(subject) {
         Ok(backing) => backing,

@@ -224,8 +224,8 @@ fn describe_mount_failure(error: &ChildFailure, timeout: Duration) -> Option<Str
     }
 }
 
-/// Returns the failure for a backing (the directory that the hosts share) that did not answer, with what the user should
-/// do. A child process asked the backing.
+/// Returns the failure for a backing (the directory that the hosts share) that did not answer, with what the user
+/// should do. A child process asked the backing.
 fn backing_failure(error: ChildFailure, path: Option<&Path>, timeout: Duration) -> Failure {
     let shown_path = path.map_or_else(|| "the backing".to_owned(), text::path);
     match error {

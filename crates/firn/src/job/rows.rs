@@ -59,8 +59,8 @@ fn is_lease_of_mount(lease: &HostLease, mount: &OwnMountState, boot_id: &str) ->
 }
 
 /// Returns the row of a host with a lease in the backing (a file that shows that the host lives). `own_mount` is the
-/// answer of its firnd, the daemon, if the host is this one. The answer then replaces the older report beside the lease.
-/// Waits, advice and differences are added later.
+/// answer of its firnd, the daemon, if the host is this one. The answer then replaces the older report beside the
+/// lease. Waits, advice and differences are added later.
 fn row_from_lease(
     lease: &HostLease,
     own_mount: Option<OwnMountState>,
@@ -109,8 +109,8 @@ fn parse_report(lease: &HostLease) -> Option<HostReport> {
     serde_json::from_value(report).ok()
 }
 
-/// Returns the row of this host's own mount that has no lease (file in the backing that shows that a host lives), and is
-/// therefore invisible to other hosts.
+/// Returns the row of this host's own mount that has no lease (file in the backing that shows that a host lives), and
+/// is therefore invisible to other hosts.
 fn row_from_own_mount(own_mount: OwnMountState) -> Host {
     Host {
         name: own_mount.host,

@@ -208,8 +208,8 @@ impl TimeAxis<'_> {
         }
     }
 
-    /// Draws the name of a host and its three strips: written by programs, written to the backing, and waits. A bin is a
-    /// time interval of the axis.
+    /// Draws the name of a host and its three strips: written by programs, written to the backing, and waits. A bin is
+    /// a time interval of the axis.
     fn draw_host(&self, svg: &mut String, top: f64, host: &HostLine) {
         let left = self.layout.left;
         let name: String = host.host.chars().take(left as usize / 8).collect();
@@ -262,8 +262,8 @@ impl TimeAxis<'_> {
         );
     }
 
-    /// Draws a strip: a rectangle wherever a value is not 0. Its strength shows the value relative to the maximum. There
-    /// is one value for each bin, a time interval of the axis.
+    /// Draws a strip: a rectangle wherever a value is not 0. Its strength shows the value relative to the maximum.
+    /// There is one value for each bin, a time interval of the axis.
     fn draw_strip(&self, svg: &mut String, class: &str, y: f64, values: &[f64]) {
         let max = values.iter().copied().fold(0.0, f64::max);
         let bin_width = self.layout.plot_width() / values.len().max(1) as f64;

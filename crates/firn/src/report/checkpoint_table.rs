@@ -176,8 +176,8 @@ fn render_bar(checkpoint: &MergedCheckpoint, run_seconds: f64) -> String {
     html
 }
 
-/// Returns the row of a checkpoint: its times, its present state, and its bar. Drained is in the backing, and durable is
-/// synced there. A dash stands for what is not known or did not happen.
+/// Returns the row of a checkpoint: its times, its present state, and its bar. Drained is in the backing, and durable
+/// is synced there. A dash stands for what is not known or did not happen.
 fn render_row(run: &Run, checkpoint: &MergedCheckpoint, run_seconds: f64) -> String {
     let present = run.checkpoints.get(&checkpoint.path);
     let time_since_close = |time: Option<f64>| match (time, checkpoint.closed) {

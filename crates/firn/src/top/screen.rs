@@ -241,8 +241,8 @@ fn draw_no_mounts(frame: &mut Frame<'_>, area: Rect, list_error: Option<&str>, t
     frame.render_widget(Paragraph::new(text).wrap(Wrap { trim: false }), area);
 }
 
-/// Draws the table of mounts. The chosen mount is marked. HELD is what is in memory only, and ARENA how full that memory
-/// is.
+/// Draws the table of mounts. The chosen mount is marked. HELD is what is in memory only, and ARENA how full that
+/// memory is.
 fn draw_mount_table(
     frame: &mut Frame<'_>,
     area: Rect,

@@ -1,7 +1,7 @@
 //! `firn history` and `firn latest`: the checkpoints of a directory, and the newest whole one.
 //!
-//! A checkpoint is a directory or a file with a step in its name, such as `step_100`. It is *whole* if it has files, all
-//! were closed, and no open transaction may have changed it. Its *level* says what its data survives.
+//! A checkpoint is a directory or a file with a step in its name, such as `step_100`. It is *whole* if it has files,
+//! all were closed, and no open transaction may have changed it. Its *level* says what its data survives.
 
 use std::ffi::OsStr;
 use std::io::{self, IsTerminal, Write};

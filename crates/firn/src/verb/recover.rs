@@ -156,8 +156,8 @@ fn args(command: Command) -> Command {
         .args(rows.map(firn_config::arg))
 }
 
-/// Recovers the data that a killed firnd (the daemon of a mount) held in memory: writes it to the backing. The flags for
-/// a dead host, a backup or a discard select other procedures.
+/// Recovers the data that a killed firnd (the daemon of a mount) held in memory: writes it to the backing. The flags
+/// for a dead host, a backup or a discard select other procedures.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let path = matches
         .get_one::<PathBuf>("backing")
@@ -264,8 +264,9 @@ fn discard_arena(
     Ok(if report.left.is_empty() { DONE } else { PARTLY })
 }
 
-/// Prepares the transaction of a lost host from its backup in the backing, and commits it if the request has its number.
-/// A prepared transaction waits for a commit or an abort. Its scope is the path at or below which it makes changes.
+/// Prepares the transaction of a lost host from its backup in the backing, and commits it if the request has its
+/// number. A prepared transaction waits for a commit or an abort. Its scope is the path at or below which it makes
+/// changes.
 fn recover_from_backup_dir(request: FromBackup, as_json: bool) -> Result<u8, Failure> {
     let report = firn_daemon::recover_from_backup(&request)?;
     if as_json {
@@ -449,8 +450,8 @@ fn print_file_errors(report: &RecoverReport) {
     }
 }
 
-/// Returns the exit status of a recovery, or the failure if data is left in the arena, the file in memory. It is partial
-/// if some data was recovered, or if a decided commit is not applied to the backing yet.
+/// Returns the exit status of a recovery, or the failure if data is left in the arena, the file in memory. It is
+/// partial if some data was recovered, or if a decided commit is not applied to the backing yet.
 fn recovery_result(
     backing: &Path,
     report: &RecoverReport,

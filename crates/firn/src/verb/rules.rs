@@ -201,8 +201,8 @@ struct ExplainResult {
     keep: Option<usize>,
 }
 
-/// Explains which commit rule makes a checkpoint of a path: a rule of `--rules`, or of the mount on which the path lies.
-/// Returns [`FAILED`] if no rule does.
+/// Explains which commit rule makes a checkpoint of a path: a rule of `--rules`, or of the mount on which the path
+/// lies. Returns [`FAILED`] if no rule does.
 fn run_explain(matches: &ArgMatches) -> Result<u8, Failure> {
     let path = matches.get_one::<PathBuf>("path").expect("clap demands it");
     let question = match matches.get_one::<String>("rules") {
@@ -283,8 +283,8 @@ impl RuleQuestion {
 }
 
 impl ExplainResult {
-    /// Returns the explanation for a path in words: its commit rule, its checkpoint (`scope`), and what the commit waits
-    /// for.
+    /// Returns the explanation for a path in words: its commit rule, its checkpoint (`scope`), and what the commit
+    /// waits for.
     fn to_words(&self, path: &[u8]) -> String {
         let path = String::from_utf8_lossy(path);
         let (Some(text), Some(scope)) = (&self.text, &self.scope) else {

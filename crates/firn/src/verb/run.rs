@@ -280,8 +280,8 @@ fn run_exit_status(command_status: ExitStatus, unmounts: &UnmountSummary) -> u8 
 }
 
 /// Writes the report of a run to `file`, from the records (what each mount did) that its hosts sent. A lost host, which
-/// no longer answers, has sent none, but may have left its record in the backing. Fails if no host's record is known, or
-/// if the file cannot be written.
+/// no longer answers, has sent none, but may have left its record in the backing. Fails if no host's record is known,
+/// or if the file cannot be written.
 fn write_report(unmounts: &mut UnmountSummary, file: &Path) -> Result<(), Failure> {
     let run = &mut unmounts.report;
     if !unmounts.lost.is_empty()
@@ -635,9 +635,9 @@ fn is_default(resolved: &Resolved, name: &str) -> bool {
 
 /// Returns the options of a run. Options that the user has not set have the defaults of `firn run`.
 ///
-/// On one host, speed comes first: files are drained (written to the backing) only on demand, and close and fsync do not
-/// wait. With several hosts, correctness comes first: files lie in logs, which work on any file system, and each close
-/// and fsync makes data visible to others.
+/// On one host, speed comes first: files are drained (written to the backing) only on demand, and close and fsync do
+/// not wait. With several hosts, correctness comes first: files lie in logs, which work on any file system, and each
+/// close and fsync makes data visible to others.
 fn run_options(resolved: &Resolved, shares_backing: bool) -> Options {
     let mut options = resolved.options.clone();
     if shares_backing && is_default(resolved, "layout") {

@@ -157,8 +157,8 @@ enum FoundMount {
 }
 
 impl FoundMount {
-    /// Returns what the user should do if firnd, the daemon of the mount, does not answer. Returns `None` if it does. An
-    /// arena is the file in memory with the data of a mount.
+    /// Returns what the user should do if firnd, the daemon of the mount, does not answer. Returns `None` if it does.
+    /// An arena is the file in memory with the data of a mount.
     fn advice(&self) -> Option<String> {
         match self {
             Self::Alive { .. } => None,

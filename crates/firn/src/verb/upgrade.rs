@@ -78,8 +78,8 @@ fn args(command: Command) -> Command {
         .arg(options_list_arg().help("Options to change, as after `firn mount -o`"))
 }
 
-/// Replaces firnd, the daemon of a mount, and waits for the next firnd, which the keeper process starts. Fails if that is
-/// not of this version.
+/// Replaces firnd, the daemon of a mount, and waits for the next firnd, which the keeper process starts. Fails if that
+/// is not of this version.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let path: &PathBuf = matches.get_one("path").expect("clap demands it");
     let options = join_options(matches)?;
@@ -145,11 +145,11 @@ impl<'a> Upgrade<'a> {
         }
     }
 
-    /// Waits for the next firnd (the daemon of the mount) and returns its status. It may be of the new version, or of the
-    /// old one if the new one could not serve the mount. Fails if the mount has ended.
+    /// Waits for the next firnd (the daemon of the mount) and returns its status. It may be of the new version, or of
+    /// the old one if the new one could not serve the mount. Fails if the mount has ended.
     ///
-    /// The keeper is the process that starts the next firnd. There is no timeout while it lives, because the start takes
-    /// as long as the backing (the served directory) needs.
+    /// The keeper is the process that starts the next firnd. There is no timeout while it lives, because the start
+    /// takes as long as the backing (the served directory) needs.
     fn wait_for_next_firnd(&self) -> Result<Status, Failure> {
         // `None` while the keeper lives.
         let mut deadline = None;

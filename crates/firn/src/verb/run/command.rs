@@ -57,8 +57,8 @@ pub(super) fn start_command(
 }
 
 impl Environment {
-    /// Sets the variables that make the command use the mount, also through the preload library, which passes file calls
-    /// to Firn. Variables of other software that the user has set remain unchanged; lists and hints are extended.
+    /// Sets the variables that make the command use the mount, also through the preload library, which passes file
+    /// calls to Firn. Variables of other software that the user has set remain unchanged; lists and hints are extended.
     fn set_variables(&self, command: &mut Command) {
         let is_set = |name: &str| std::env::var_os(name).is_some();
         command.env("FIRN_PREFIX", &self.prefix);

@@ -287,8 +287,8 @@ impl<'a> Job<'a> {
         Ok(())
     }
 
-    /// Starts a launch command (srun or ssh), and a thread that turns its output, the messages of its hosts, into events.
-    /// Fails if the command cannot be started.
+    /// Starts a launch command (srun or ssh), and a thread that turns its output, the messages of its hosts, into
+    /// events. Fails if the command cannot be started.
     fn start_launcher(&mut self, launch_command: LaunchCommand) -> Result<(), Failure> {
         let LaunchCommand { mut command, hosts } = launch_command;
         let program = command.get_program().to_string_lossy().into_owned();
@@ -467,8 +467,8 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Sends all hosts the order to unmount, and waits for those that are not lost (still answer). Returns their results.
-    /// `policy` says what happens to held data, which is in memory only.
+    /// Sends all hosts the order to unmount, and waits for those that are not lost (still answer). Returns their
+    /// results. `policy` says what happens to held data, which is in memory only.
     ///
     /// A second signal during the wait ends the wait. The hosts then finish alone.
     pub(super) fn unmount_all(mut self, policy: HeldPolicy, is_quiet: bool) -> UnmountSummary {
@@ -506,8 +506,8 @@ impl<'a> Job<'a> {
         summary
     }
 
-    /// Sums up the results of the unmounts on all hosts, with a failure for each host that did not finish. `duration` is
-    /// how long they took. Moves the report out of `self`.
+    /// Sums up the results of the unmounts on all hosts, with a failure for each host that did not finish. `duration`
+    /// is how long they took. Moves the report out of `self`.
     fn summarize_unmounts(&mut self, duration: Duration) -> UnmountSummary {
         let mut summary = UnmountSummary {
             waited: WaitSummary {
@@ -652,7 +652,8 @@ impl<'a> Job<'a> {
     /// Records what a message says about the host that sent it: that it is alive, and its progress. The message came
     /// with the output of a launch command (srun, ssh). A host that counted as lost takes part again.
     ///
-    /// The first message of a host, `Hello`, links its sender number to the host. Messages of other senders are ignored.
+    /// The first message of a host, `Hello`, links its sender number to the host. Messages of other senders are
+    /// ignored.
     fn record_message(&mut self, launcher_index: usize, sender_id: u64, message: &HostMessage) {
         let sending_host = match message {
             HostMessage::Hello(name) => self.assign_sender(launcher_index, sender_id, name),

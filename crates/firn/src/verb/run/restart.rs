@@ -166,8 +166,8 @@ fn restore_from_partner(
 }
 
 impl Restart<'_> {
-    /// Restores all files below one name at the top of the mount, if any of them is missing. They are first fetched into
-    /// a private staging directory, and get their final names when all of them are complete.
+    /// Restores all files below one name at the top of the mount, if any of them is missing. They are first fetched
+    /// into a private staging directory, and get their final names when all of them are complete.
     fn restore_name(&mut self, name: &BytePath, entries: &[&Entry]) -> Result<(), Failure> {
         let is_file_missing = entries
             .iter()

@@ -36,8 +36,8 @@ pub enum StatusDetail {
     All,
 }
 
-/// Returns the text for a mount. If the mount does not answer, or is only an arena (a file in memory) that a mount left,
-/// the text has its name and advice.
+/// Returns the text for a mount. If the mount does not answer, or is only an arena (a file in memory) that a mount
+/// left, the text has its name and advice.
 pub fn format_mount(mount: &FoundMount, detail: StatusDetail, paint: Paint) -> String {
     match mount {
         FoundMount::Alive { status, files } => {
@@ -94,8 +94,8 @@ impl BlockLines {
     }
 }
 
-/// Returns the lines of a mount from the status that its firnd (the daemon) sent: problems first, then the main figures,
-/// and with `detail` all others.
+/// Returns the lines of a mount from the status that its firnd (the daemon) sent: problems first, then the main
+/// figures, and with `detail` all others.
 fn format_status(status: &Status, detail: StatusDetail, paint: Paint) -> String {
     let mut lines = BlockLines(Vec::new());
     add_trouble_lines(status, paint, &mut lines);
@@ -587,8 +587,8 @@ fn histogram_text(name: &str, histogram: &HistogramStatus) -> String {
     )
 }
 
-/// Returns a line about a lane (an I/O server): its path, how many bytes in memory are for it, and its queue of files to
-/// be written.
+/// Returns a line about a lane (an I/O server): its path, how many bytes in memory are for it, and its queue of files
+/// to be written.
 fn lane_text(lane: &LaneStatus, paint: Paint) -> String {
     let placement = match &lane.placed {
         Some(placed) => placed_text(placed, paint),
@@ -681,8 +681,8 @@ fn arena_text(status: &Status, paint: Paint) -> String {
     )
 }
 
-/// Returns a line about a transaction (changes that take effect together), with the state of its backup if there is one.
-/// The backup is a copy of the changes in another directory.
+/// Returns a line about a transaction (changes that take effect together), with the state of its backup if there is
+/// one. The backup is a copy of the changes in another directory.
 fn transaction_text(transaction: &TransactionStatus, paint: Paint) -> String {
     let stage = stage_text(transaction, paint);
     let Some(backup) = &transaction.backup else {
