@@ -609,6 +609,7 @@ impl<'a, T: Transport> Session<'a, T> {
         if is_current_partner {
             following.source.mark_partnered(path, changes)?;
         }
+        // Marks are kept only for held files of the last list.
         if let Some(marked_changes) = following.marked_changes.get_mut(path) {
             *marked_changes = Some(changes);
         }

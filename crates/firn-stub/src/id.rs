@@ -72,6 +72,7 @@ impl StubId {
         if raw.bytes != HANDLE_BYTES || raw.kind != HANDLE_KIND {
             return Err(io::Error::from_raw_os_error(libc::EOPNOTSUPP));
         }
+        // tmpfs stores the generation, and then the two halves of the inode number.
         let [generation, low, high, ..] = raw.words;
         Ok(Self {
             inode: u64::from(high) << 32 | u64::from(low),

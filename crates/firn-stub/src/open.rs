@@ -80,7 +80,7 @@ impl<B: Backing> Tree<B> {
             return Err(Errno::SHUTDOWN);
         }
         let truncates = flags & libc::O_TRUNC != 0;
-        // O_TRUNC must not happen during an append.
+        // O_TRUNC must not happen during an append. Appends take this lock exclusively; all other changes share it.
         let changes_lock = self.changes_of_stub(stub.id).filter(|_| truncates);
         let _changes_guard = changes_lock.as_ref().map(|changes| changes.lock_shared());
         let mut map = self.map.lock();

@@ -681,6 +681,7 @@ impl Objects {
             let open_endpoint = (*(*domain.as_ptr()).ops).endpoint;
             let code = open_endpoint(domain.as_ptr(), entry, &mut endpoint_ptr, null_mut());
             let endpoint = Object::<Ep>::from_call(endpoint_ptr, code)?;
+            // libfabric enables an endpoint only after the table of addresses and the queue are bound to it.
             bind(endpoint.fid(), addresses.fid(), 0)?;
             bind(endpoint.fid(), completions.fid(), FI_TRANSMIT | FI_RECV)?;
             enable(endpoint.fid())?;
@@ -813,6 +814,7 @@ impl Objects {
         if count == 1 {
             Ok(Some(entry.op_context.cast()))
         } else if error_number == FI_EAVAIL {
+            // A read has failed. Another call removes its error from the queue.
             Err(self.take_read_error())
         } else if NO_COMPLETION.contains(&error_number) {
             Ok(None)

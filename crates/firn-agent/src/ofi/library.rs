@@ -298,6 +298,7 @@ impl Library {
         unsafe {
             let info = &mut *list.first.as_ptr();
             info.caps = FI_RMA | FI_READ | FI_REMOTE_READ;
+            // The modes are demands of providers that this program can meet. Providers with other demands are left out.
             info.mode = FI_CONTEXT | FI_CONTEXT2;
             let endpoint: &mut EpAttr = info.ep_attr.as_mut().ok_or(no_memory)?;
             endpoint.kind = FI_EP_RDM;

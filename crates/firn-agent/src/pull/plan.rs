@@ -66,7 +66,8 @@ impl Plan {
             if index_by_path.insert(entry.path.clone(), index).is_some() {
                 return Err(format!("{} twice", entry.path));
             }
-            // Pipes, sockets and devices (`Other`) are not copied, so they do not count.
+            // A finished directory must have at least as many names. Pipes, sockets and devices (`Other`) are not
+            // copied, so they do not count.
             if !is_top && entry.kind != EntryKind::Other {
                 *count_by_dir.entry(parent_of(&entry.path)).or_default() += 1;
             }
