@@ -1,9 +1,9 @@
 //! [`Application`]: the act of applying one decided commit to the backing, the directory below the mount. It is not a
 //! program.
 //!
-//! A commit is *decided* once its change log is durable. To *apply* it is to make the logged changes in the backing,
-//! which may happen later. Meanwhile programs may begin the next transaction in the same directory, and its changes
-//! begin when the commit is applied. A *scope* is a transaction and the part of the tree that it covers.
+//! A *decided* commit counts even after a crash. To *apply* it is to make its changes in the backing, which may happen
+//! later. Meanwhile programs may begin the next transaction in the same directory; its changes begin when the commit is
+//! applied. A *scope* is a transaction and the part of the tree that it covers.
 //!
 //! This state has the claim that lets one thread at a time apply the commit, the scope that follows, and the error of
 //! the last attempt.
