@@ -552,6 +552,7 @@ impl Machine {
         let has_event = if is_write {
             scope.event_seen
         } else {
+            // A removal has no event. It counts as complete once nothing prevents its commit.
             self.obstacle(number).is_none()
         };
         Some(OwnPart {
@@ -1700,6 +1701,7 @@ impl Machine {
             return actions;
         };
         let has_same_key = |committed: &CommittedScope| committed.key == scope.key;
+        // A checkpoint that this machine did not see committed is older than all others in the list.
         let earlier_index = self.committed.iter().position(has_same_key).unwrap_or(0);
         self.committed.retain(|committed| !has_same_key(committed));
         let index = match scope.purpose {

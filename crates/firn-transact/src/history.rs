@@ -248,6 +248,7 @@ impl<B: Backing> History<B> {
         let source = self.lower.base.open(inode, Access::Read)?;
         let (copy, _) = self.lower.base.lookup(undo_dir, copy_name)?;
         let target = self.lower.base.open(&copy, Access::ReadWrite)?;
+        // Old bytes from here on do not survive the commit, so all of them are copied.
         let cut = data.cut.min(data.size).min(old_size);
         let mut written: Vec<WrittenRange> = data
             .written

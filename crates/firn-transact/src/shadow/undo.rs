@@ -761,6 +761,7 @@ impl<B: Backing> ShadowUndo<B> {
             .lower
             .find_top_undo(&scope.dir, &transaction_dir, &shadow.kept)?;
         let result = UndoPass::new(&self.lower.base, shadow, root, top, &transaction_dir)?.run()?;
+        // The backing has the old tree now. The rest updates the objects in memory.
         let saved_dirs = std::mem::take(&mut *shadow.saved_dirs.lock());
         let find_object = |ino: u64| self.tree.find_object(shadow.object_key(ino));
         // A name in `kept/` stays until the end of the transaction, and programs must not see it in `st_nlink`.

@@ -216,6 +216,7 @@ impl<B: Backing> DecidedCommits<B> {
         self.make_shared_dirs(scope)?;
         self.freeze_attributes(scope)?;
         self.apply(scope)?;
+        // Programs go on only after the backing has taken the place of the tables.
         let quiet = self.quiesce_scope(scope);
         self.keep_inodes_in_use(scope)?;
         self.drop_applied_changes(scope);
@@ -341,6 +342,7 @@ impl<B: Backing> DecidedCommits<B> {
                 .read()
                 .change
                 .as_ref()
+                // Without a change there is nothing to freeze.
                 .is_none_or(|change| change.frozen_attr.is_some());
             if is_frozen {
                 continue;
