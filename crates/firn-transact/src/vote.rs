@@ -355,6 +355,8 @@ impl<B: Backing> Votes<B> {
         let Some(vote) = self.find_vote(id, scope)? else {
             return Err(VoteError::NotVoted { id });
         };
+        // A verdict against the commit is final. A clear one counts only if no host has aborted since, so it comes
+        // after the decisions.
         if let Some(verdict @ (Verdict::Conflict(_) | Verdict::GivenUp { .. })) = vote.verdict()? {
             return Ok(Vote::Over(verdict));
         }
