@@ -1755,6 +1755,7 @@ impl Machine {
             return Vec::new();
         };
         let mut excess = self.complete_scopes(rule, dir, names);
+        // The oldest come first, so the last `keep` of the list remain.
         excess.truncate(excess.len().saturating_sub(keep));
         excess.retain(|complete| {
             let is_open = self.scopes.values().any(|scope| scope.key == complete.key);
@@ -1794,6 +1795,7 @@ impl Machine {
                 .iter_mut()
                 .chain(earlier.iter_mut().map(|(_, scope)| scope));
             if let Some(scope) = listed.find(|scope| scope.key == key) {
+                // A further name of a checkpoint that is listed already.
                 scope.tops.insert(found.top.clone());
             } else if let Some(step) = found.step() {
                 let scope = CommittedScope {

@@ -521,6 +521,7 @@ impl<B: Backing> History<B> {
             return Ok(Vec::new());
         }
         let kept_logs = self.kept_logs(scope)?;
+        // The last commit to undo is the one that followed `id`. `NO_ID` is the number of no commit.
         let last_index = kept_logs
             .iter()
             .position(|kept_log| kept_log.log.id_before == Some(id) && id != NO_ID);
