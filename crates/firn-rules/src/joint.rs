@@ -156,7 +156,14 @@ pub enum JointStep {
 /// Returns the reason why the parts of the hosts do not allow the commit; `None` if they do.
 pub type Obstacle<'a> = &'a dyn Fn(&BTreeMap<String, HostState>) -> Option<String>;
 
-/// Returns the next step of the host `me`. `dead` are the hosts that are dead.
+/// Returns the next step of the host `me` towards the common commit or abort of one checkpoint. Changes nothing: the
+/// caller takes the step, looks at the shared state again, and calls again.
+///
+/// A decision is carried out first. Without one, a dead host or a failed writer leads to an abort, and an open attempt
+/// to commit is continued. Otherwise the host publishes the event and the state of its part before it begins an attempt.
+///
+/// `view` is the shared state as read by this host, and `own` its own part. `dead` are the hosts that have died.
+/// `obstacle` says why the parts do not allow the commit.
 pub fn next_step(
     view: &JointView,
     me: &str,
@@ -183,6 +190,7 @@ pub fn next_step(
     if own.has_event && !view.has_event {
         return JointStep::PutEvent;
     }
+    // Before the event a state would soon be outdated, unless no writer is left that could change it.
     let publishes_state = view.has_event || own.state.living == 0;
     if publishes_state && view.states.get(me) != Some(&own.state) {
         return JointStep::PutState;

@@ -212,11 +212,12 @@ struct Scope {
     key: ScopeKey,
     purpose: ScopePurpose,
     tops: BTreeSet<Vec<u8>>,
-    /// Tops whose names were removed.
+    /// Tops that do not exist now, because programs removed them or gave them other names.
     removed_tops: BTreeSet<Vec<u8>>,
     /// Files that exist, as far as the machine has seen them.
     files: BTreeSet<Vec<u8>>,
-    /// Files that existed before the scope began and were neither created nor written since.
+    /// Files of the last commit of this checkpoint that programs have not written again yet. The condition `renewed`
+    /// asks that none is left.
     unwritten: BTreeSet<Vec<u8>>,
     /// Living processes that changed something in the scope.
     living_writers: BTreeSet<u32>,
@@ -243,7 +244,8 @@ struct Scope {
     last_refused_file: Option<String>,
     /// Files that are open for writing, by handle.
     open: BTreeMap<u64, Vec<u8>>,
-    /// Whether the event of the rule was seen since the last change that ended it.
+    /// Whether the event of the rule has happened, so that the scope counts as complete. Some later changes set it to
+    /// false again, such as the first change for the next checkpoint in the same scope.
     event_seen: bool,
     /// Files that were closed by the end of a process, by process.
     closed_by_exit: BTreeMap<u32, Vec<Vec<u8>>>,
@@ -378,7 +380,8 @@ impl Scope {
         }
     }
 
-    /// Returns how many files of the scope count for a condition. `is_dir` says whether the tops are directories.
+    /// Returns how many files of the scope count for a condition: those that exist, or for `renewed` those that are not
+    /// written again yet. `is_dir` says whether the tops are directories.
     fn count_for(&self, need: &Condition, is_dir: bool) -> usize {
         let files = match need.count {
             RequiredCount::Renewed => &self.unwritten,
@@ -402,8 +405,9 @@ impl Scope {
         has_ended && !has_failed && self.removed_tops == self.tops
     }
 
-    /// Gives the files of this checkpoint at or below `from` their new names after a rename to `to`. Files that existed
-    /// before it and are not written again yet (`unwritten`) count as written after the rename.
+    /// Updates the paths of files in the scope after a rename of `from`, a file or directory, to `to`.
+    ///
+    /// The renamed files, and a file that the rename replaced, count as written again: they are no longer `unwritten`.
     fn rename_files(&mut self, from: &[u8], to: &[u8]) {
         let new_path = |path: &[u8]| [to, &path[from.len()..]].concat();
         let renamed_files: Vec<Vec<u8>> = self
@@ -419,7 +423,7 @@ impl Scope {
             self.files.insert(new_path(file));
         }
         if renamed_files.is_empty() {
-            // The file existed before the scope began.
+            // The machine has not seen the file, for example because it existed before the scope began.
             self.files.insert(to.to_vec());
         }
         for path in self.open.values_mut() {
@@ -437,7 +441,8 @@ impl Scope {
         }
     }
 
-    /// Records that a top was renamed from `from`, or to `to`.
+    /// Updates the tops after a rename from `from` to `to`. A top that lost its name counts as removed, and a top that
+    /// got its name again does not.
     fn rename_top(&mut self, from: &[u8], to: &[u8]) {
         if self.tops.contains(from) {
             self.removed_tops.insert(from.to_vec());
@@ -547,6 +552,7 @@ impl Machine {
         let has_event = if is_write {
             scope.event_seen
         } else {
+            // A removal has no event. It counts as complete once nothing prevents its commit.
             self.obstacle(number).is_none()
         };
         Some(OwnPart {
@@ -1028,8 +1034,10 @@ impl Machine {
         }
     }
 
-    /// Makes a process a writer of the scope (the files of one checkpoint) of a path, and begins the scope if it is not
-    /// open. Returns `None` if no rule concerns the path.
+    /// Makes a process a writer of the scope (the files of one checkpoint) to which a path belongs, and returns the
+    /// scope. Begins it if it is not open. Returns `None` if no rule concerns the path.
+    ///
+    /// `actions` gets what the caller must do before the operation: begin or extend the scope, or commit earlier ones.
     fn enter_scope(
         &mut self,
         process: u32,
@@ -1045,10 +1053,12 @@ impl Machine {
         }
         let AssignedScope { key, top } = self.assign_scope(path)?;
         if let Some(number) = self.open_scope_with(&key) {
+            // The path is a further name of an open scope.
             self.join_scope(number, process, purpose);
             self.add_tops(number, &[&top], actions);
             return Some(number);
         }
+        // Under some rules the begin of a scope completes those before it.
         self.complete_earlier_scopes(&key, actions);
         Some(self.begin_scope(process, key, top, purpose, actions))
     }
@@ -1065,6 +1075,8 @@ impl Machine {
     }
 
     /// Begins a scope (the files of one checkpoint) with one name and one writer. Returns its number.
+    ///
+    /// If the same checkpoint was committed before, its files exist, and none of them is written again yet.
     fn begin_scope(
         &mut self,
         process: u32,
@@ -1115,12 +1127,14 @@ impl Machine {
         words.join(&0)
     }
 
-    /// Ends an open scope (the files of one checkpoint) of several directories if a change belongs to the next
-    /// checkpoint there. Returns whether the scope has ended, so that the change begins a new scope.
+    /// Decides what a change of the next checkpoint means for an open scope (the files of one checkpoint) in the same
+    /// directories. Returns true if the scope has ended, so that the change begins a new one. Returns false if the
+    /// change belongs to the open scope.
     ///
-    /// The transaction of such a scope contains all its directories, so the next checkpoint cannot have a second
-    /// transaction there. If the scope cannot be committed yet, both checkpoints become one scope. With several hosts,
-    /// the commit was tried before ([`Machine::end_wide_scope`]).
+    /// Matters only for a scope of several directories. Its transaction covers them all, so the next checkpoint cannot
+    /// have a second transaction there. The open scope is committed if its rule allows that now. Otherwise both
+    /// checkpoints become one scope, which the next event completes. With several hosts, the caller has tried the
+    /// commit before ([`Machine::end_wide_scope`]).
     fn end_or_extend_wide_scope(
         &mut self,
         number: ScopeNumber,
@@ -1142,6 +1156,7 @@ impl Machine {
             return false;
         };
         if !scope.is_over {
+            // From here on the scope is that of the next checkpoint, and waits for a further event.
             scope.key = key;
             scope.event_seen = false;
             scope.is_extended = true;
@@ -1686,9 +1701,11 @@ impl Machine {
             return actions;
         };
         let has_same_key = |committed: &CommittedScope| committed.key == scope.key;
+        // A checkpoint that this machine did not see committed is older than all others in the list.
         let earlier_index = self.committed.iter().position(has_same_key).unwrap_or(0);
         self.committed.retain(|committed| !has_same_key(committed));
         let index = match scope.purpose {
+            // After a removal there is no checkpoint to remember.
             ScopePurpose::Removal => return actions,
             ScopePurpose::Write => self.committed.len(),
             // A checkpoint from which a part was removed keeps its place in the order of commits.
@@ -1738,6 +1755,7 @@ impl Machine {
             return Vec::new();
         };
         let mut excess = self.complete_scopes(rule, dir, names);
+        // The oldest come first, so the last `keep` of the list remain.
         excess.truncate(excess.len().saturating_sub(keep));
         excess.retain(|complete| {
             let is_open = self.scopes.values().any(|scope| scope.key == complete.key);
@@ -1777,6 +1795,7 @@ impl Machine {
                 .iter_mut()
                 .chain(earlier.iter_mut().map(|(_, scope)| scope));
             if let Some(scope) = listed.find(|scope| scope.key == key) {
+                // A further name of a checkpoint that is listed already.
                 scope.tops.insert(found.top.clone());
             } else if let Some(step) = found.step() {
                 let scope = CommittedScope {

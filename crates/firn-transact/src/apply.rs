@@ -63,8 +63,11 @@ struct EntryChange<'a> {
 }
 
 impl<'a> EntryChange<'a> {
-    /// Returns an entry of a change log (what a transaction changes in one object) in the direction in which the log is
-    /// applied: forward for a commit (redo), backward to restore the old tree (undo).
+    /// Returns what the application of an entry does to its object: which names it removes and adds, and which data and
+    /// attributes it sets. The entry is the part of a change log about one object.
+    ///
+    /// A commit applies the log forward (redo). A restore of the old tree applies it backward (undo), so old and new
+    /// change places.
     fn new(entry: &'a Entry, direction: Direction) -> Self {
         match direction {
             Direction::Redo => Self {

@@ -508,7 +508,9 @@ impl Entry {
             .portable
             .as_ref()
             .is_some_and(|identity| !identity.paths.is_empty());
+        // A new object has no path yet; any other is found by its path only.
         must_be(is_backing_top || is_new != has_path)?;
+        // A portable log has nothing for an undo.
         must_be(self.kept_at.is_none() && self.undo == EntrySide::default())?;
         for path in self.new_at.iter().chain(&self.redo.copy_at) {
             must_be(staged.contains(path))?;

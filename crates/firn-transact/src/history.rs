@@ -248,6 +248,7 @@ impl<B: Backing> History<B> {
         let source = self.lower.base.open(inode, Access::Read)?;
         let (copy, _) = self.lower.base.lookup(undo_dir, copy_name)?;
         let target = self.lower.base.open(&copy, Access::ReadWrite)?;
+        // Old bytes from here on do not survive the commit, so all of them are copied.
         let cut = data.cut.min(data.size).min(old_size);
         let mut written: Vec<WrittenRange> = data
             .written
@@ -520,6 +521,7 @@ impl<B: Backing> History<B> {
             return Ok(Vec::new());
         }
         let kept_logs = self.kept_logs(scope)?;
+        // The last commit to undo is the one that followed `id`. `NO_ID` is the number of no commit.
         let last_index = kept_logs
             .iter()
             .position(|kept_log| kept_log.log.id_before == Some(id) && id != NO_ID);

@@ -53,6 +53,7 @@ impl<B: Backing> LinkCounts<B> {
         // Each attempt is repeated if the hidden links of the object changed meanwhile.
         loop {
             let version = object.hidden_links_version.load(Ordering::Acquire);
+            // Most objects have no hidden link, so nothing is looked up for them.
             if version & MAY_HAVE_HIDDEN_LINKS == 0 {
                 let attr = self.lower.base.attr(inode)?;
                 if object.hidden_links_version.load(Ordering::Acquire) == version {
@@ -63,6 +64,7 @@ impl<B: Backing> LinkCounts<B> {
             let links = self.hidden_links_of(object);
             let links_exist = self.which_links_exist(&links)?;
             let attr = self.lower.base.attr(inode)?;
+            // The attributes count a link only if it exists, so each link is looked up before and after their read.
             let links_are_stable = self.which_links_exist(&links)? == links_exist;
             if !links_are_stable || object.hidden_links_version.load(Ordering::Acquire) != version {
                 continue;
@@ -174,6 +176,7 @@ impl<B: Backing> LinkCounts<B> {
             if link.serial != scope.serial {
                 return true;
             }
+            // A link with this mark may or may not exist, so each reader of attributes looks it up.
             link.presence = LinkPresence::AboutToBeMade;
             !link.is_dir
         });

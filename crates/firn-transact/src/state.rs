@@ -107,8 +107,10 @@ impl<B: Backing> Scope<B> {
         counts
     }
 
-    /// Returns what the transaction did to each name of a file that it changed, from its tables in memory. A file's
-    /// *origin* is its name before the transaction.
+    /// Returns what the transaction did to each name of a file: unlinked it, renamed it, made a new file there and so
+    /// on. The result has only names that it changed, or whose files it changed.
+    ///
+    /// It is derived from the changes in memory. A file's *origin* is its name before the transaction.
     fn derive_states(&self) -> HashMap<Name, NameState> {
         let changed: Vec<_> = self.changed.lock().values().cloned().collect();
         let mut tables = ChangeTables::default();

@@ -355,6 +355,8 @@ impl<B: Backing> Votes<B> {
         let Some(vote) = self.find_vote(id, scope)? else {
             return Err(VoteError::NotVoted { id });
         };
+        // A verdict against the commit is final. A clear one counts only if no host has aborted since, so it comes
+        // after the decisions.
         if let Some(verdict @ (Verdict::Conflict(_) | Verdict::GivenUp { .. })) = vote.verdict()? {
             return Ok(Vote::Over(verdict));
         }
@@ -429,6 +431,7 @@ impl<B: Backing> Votes<B> {
     /// Fails with [`StageError::Decided`] if the commit is decided. Does nothing if this host's part is no longer
     /// prepared, because another thread has ended it.
     pub fn call_commit_off(&self, id: u64, scope: &[u8]) -> Result<(), VoteError> {
+        // Otherwise a vote that the last host has just left could be created anew, and would remain.
         let _leaving_claim = Claim::acquire_exclusive(&self.leaving_claim);
         let is_prepared = |candidate: &Scope<B>| {
             candidate.path == scope && candidate.stage() == Stage::Prepared(id)

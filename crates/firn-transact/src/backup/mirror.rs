@@ -178,9 +178,11 @@ impl<B: Backing> Mirror<B> {
     pub(super) fn with_copy<T>(&self, serial: u64, work: impl FnOnce(&mut CopyState<B>) -> T) -> T {
         loop {
             let slot = self.get_or_add_slot(serial);
+            // A round that has the copy sees this number and ends early.
             slot.waiting_threads.fetch_add(1, Ordering::Relaxed);
             let mut state = slot.state.acquire();
             slot.waiting_threads.fetch_sub(1, Ordering::Relaxed);
+            // A slot that was removed during the wait no longer counts; the next attempt makes a new one.
             if !state.is_removed {
                 let result = work(&mut state);
                 self.remove_if_empty(serial, &mut state);

@@ -1,8 +1,11 @@
 //! Makes portable change logs for backups: what a transaction changes, with each object identified by its path. Inode
 //! numbers are not valid in another tree.
 //!
-//! The log that is translated is the *record*, the change log that a prepare stores. The *backing* is the directory
-//! below the mount.
+//! Terms
+//! * The *backing* is the directory below the mount.
+//! * The *record* is the change log that a prepare stores, and that is translated here. It has one *entry* for each
+//!   changed object and for the directories by which these objects are found.
+//! * An object's *number* in the record links the entries: a name in an entry has the number of its directory.
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
@@ -80,10 +83,12 @@ impl<'a, B: Backing> PortableLogMaker<'a, B> {
         })
     }
 
-    /// Returns the portable form of an entry of the change log, which finds its object by path and not by inode number.
+    /// Returns a copy of an entry of the change log for other trees: it identifies the object by paths, not by inode
+    /// number, and cannot be undone.
     ///
-    /// Returns `None` if no name of the object is found in the backing and the log does not change the object. Fails
-    /// with `NoPath` if no name is found but the log changes the object.
+    /// The paths are those of the names that the object has before the transaction (`names_before`), as far as the
+    /// backing has them. If it has none of them, returns `None`, as the entry is not needed, or fails with `NoPath` if
+    /// the object is a directory or the log changes it.
     fn portable_entry(&mut self, entry: &'a Entry) -> Result<Option<Entry>, BackupError> {
         let mut portable_entry = Entry {
             identity: Identity::NONE,
@@ -91,7 +96,9 @@ impl<'a, B: Backing> PortableLogMaker<'a, B> {
             undo: EntrySide::default(),
             ..entry.clone()
         };
-        if entry.new_at.is_some() {
+        // A new object is not in the other tree. Its bytes come with the backup, so it needs no path.
+        let is_new = entry.new_at.is_some();
+        if is_new {
             portable_entry.unchanged_name = None;
             return Ok(Some(portable_entry));
         }
@@ -101,12 +108,14 @@ impl<'a, B: Backing> PortableLogMaker<'a, B> {
         let mut paths = Vec::new();
         let mut found_inode = None;
         for entry_name in entry.names_before() {
-            match self.find_at(entry, entry_name, &mut vec![entry.number])? {
+            // The search for the name's directory must not come back to this object.
+            let mut searched = vec![entry.number];
+            match self.find_at(entry, entry_name, &mut searched)? {
                 Some(object) => {
                     paths.push(object.path);
                     found_inode = Some(object.inode);
                 }
-                // The object has this name only after the transaction.
+                // The backing does not have the name yet: the object gets it in the transaction.
                 None => portable_entry.unchanged_name = None,
             }
         }
@@ -130,11 +139,11 @@ impl<'a, B: Backing> PortableLogMaker<'a, B> {
         Ok(Some(portable_entry))
     }
 
-    /// Returns the object of an entry of the change log, with its path, if it is at this name in the backing; `None`
-    /// otherwise.
+    /// Looks for the object of an entry of the change log under one of its names in the backing. Returns the object and
+    /// its path; `None` if the name does not exist or leads to another object.
     ///
-    /// `searched` has the directories that are being searched for on the way here. The search ends if they form a
-    /// circle.
+    /// The directory of the name is searched for first, which may lead to further searches. `searched` has the numbers
+    /// of all objects whose searches are in progress, so that a circle of directories ends the search.
     fn find_at(
         &mut self,
         entry: &Entry,
@@ -157,8 +166,10 @@ impl<'a, B: Backing> PortableLogMaker<'a, B> {
         }))
     }
 
-    /// Returns the directory that has `number` in the change log. Returns `None` if the transaction made it, or if no
-    /// name of it is found in the backing. `searched` has the directories that are being searched for on the way here.
+    /// Returns the directory that has `number` in the change log, and its path in the backing. Returns `None` if the
+    /// transaction made it, or if no name of it is found there.
+    ///
+    /// `searched` has the numbers of all objects whose searches are in progress, which called this one.
     fn find_dir(
         &mut self,
         number: u64,

@@ -224,9 +224,11 @@ struct ProcessEnds {
 }
 
 impl ProcessEnds {
-    /// Returns an access of this process, among the ranges before the current one, that conflicts with an access of
-    /// kind `access` from `start` on. Returns `None` if there is none. `read` and `written` are the furthest ends of
-    /// the process's ranges so far.
+    /// Tests an access that begins at `start` against the earlier ranges of this process. Returns the end and kind of an
+    /// earlier access that conflicts with it; `None` if there is none.
+    ///
+    /// The ranges of a file are visited in the order of their starts. So an earlier range overlaps the present one
+    /// exactly if it ends behind `start`, and only the furthest ends so far (`read`, `written`) are needed.
     fn find_conflict(&self, start: u64, access: Access) -> Option<EarlierAccess> {
         // A write conflicts with reads and writes, a read with writes only.
         let end = match access {
@@ -236,6 +238,7 @@ impl ProcessEnds {
         if end <= start {
             return None;
         }
+        // If both kinds overlap, the write is reported.
         let access = if self.written > start {
             Access::Write
         } else {
@@ -293,7 +296,12 @@ fn collect_accesses(lists_of_file: &[FileOfHost<'_>]) -> FileAccesses {
     FileAccesses { processes, ranges }
 }
 
-/// Adds the conflicts over one file, which the hosts in `lists_of_file` used.
+/// Adds to `report` the conflicts over the bytes of one file, which the hosts in `lists_of_file` used. `lists` has the
+/// names of all hosts.
+///
+/// Two accesses conflict if they overlap, are of two hosts, and one is a write. The ranges are visited in the order of
+/// their starts. So an earlier range overlaps the present one exactly if it ends behind the present start, and only the
+/// furthest ends so far are kept: for each process, and for all of them.
 fn find_conflicts_of_file(
     lists: &[AccessList],
     lists_of_file: &[FileOfHost<'_>],

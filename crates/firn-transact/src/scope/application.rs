@@ -1,7 +1,12 @@
-//! [`Application`]: how far a decided commit is applied to the backing, and the transaction that follows the commit.
+//! [`Application`]: the act of applying one decided commit to the backing, the directory below the mount. It is not a
+//! program.
 //!
-//! The *backing* is the directory below the mount. A *scope* is a transaction and the part of the tree that it covers.
-//! Programs may begin the next transaction of a scope before the last commit is applied.
+//! A *decided* commit counts even after a crash. To *apply* it is to make its changes in the backing, which may happen
+//! later. Meanwhile programs may begin the next transaction in the same directory; its changes begin when the commit is
+//! applied. A *scope* is a transaction and the part of the tree that it covers.
+//!
+//! This state has the claim that lets one thread at a time apply the commit, the scope that follows, and the error of
+//! the last attempt.
 
 use std::sync::Arc;
 
@@ -11,7 +16,7 @@ use firn_backing::lock::Mutex;
 use super::Scope;
 use crate::claim::Claim;
 
-/// Progress of the application of one transaction's commit.
+/// State of applying one transaction's commit to the backing.
 pub(crate) struct Application<B: Backing> {
     /// The thread that applies the commit holds this claim exclusively.
     pub(crate) applying: Claim,

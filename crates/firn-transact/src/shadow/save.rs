@@ -134,6 +134,7 @@ impl<B: Backing> Originals<B> {
                 saved_from,
                 log_count,
             }) => (size, saved_from, log_count),
+            // Nothing is known, so the logs are read from the first one on.
             _ => (0, 0, 0),
         };
         let mut log_count = known_count;

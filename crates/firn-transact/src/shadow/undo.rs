@@ -267,8 +267,10 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         }
     }
 
-    /// Searches a directory in which the transaction changed names for directories that are not found yet. Directories
-    /// in it that the transaction made are queued in `dirs_to_search`.
+    /// Searches the names in `dir` for directories to which an old directory may have moved, or which the undo needs.
+    ///
+    /// * A directory on a saved path (`ancestor_dirs`) that was not found yet is added to the found ones.
+    /// * A directory that the transaction made is queued in `dirs_to_search`, because old ones may be in it.
     fn search_dir(
         &mut self,
         dir: &FoundDir<B>,
@@ -283,7 +285,7 @@ impl<'a, B: Backing> UndoPass<'a, B> {
                 continue;
             }
             let found = staging::find(self.base, &dir.inode, OsStr::from_bytes(&name))?;
-            // The name was removed after the directory was listed.
+            // `None`: the name was removed after the directory was listed.
             let Some((inode, attr)) = found else {
                 continue;
             };
@@ -311,8 +313,10 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         Ok(())
     }
 
-    /// Follows the saved paths, which objects had before their first change. Returns the first directory that was not
-    /// found before but is still under its saved name, or `None` if there is no further one.
+    /// Finds one more directory by the saved paths, which objects had before their first change. Returns the first
+    /// directory that was not found before and is still under its saved name; `None` if there is no further one.
+    ///
+    /// The caller adds the result to `found_dirs` and calls again, because more names can then be followed.
     fn find_dir_by_saved_name(&self) -> Result<Option<FoundDir<B>>> {
         for save in self.saves.values() {
             let mut parent = Some(&self.root);
@@ -321,6 +325,7 @@ impl<'a, B: Backing> UndoPass<'a, B> {
                     parent = Some(inode);
                     continue;
                 }
+                // The last name of a path may lead to an object that is not a directory.
                 if !self.ancestor_dirs.contains(ino) {
                     continue;
                 }
@@ -329,8 +334,8 @@ impl<'a, B: Backing> UndoPass<'a, B> {
                 {
                     return Ok(Some(FoundDir { ino: *ino, inode }));
                 }
-                // The directory has moved, so the names after it on this path are looked up only below a further
-                // directory that was found.
+                // The directory is not under its saved name. Without it, the next name has no known parent, unless a
+                // directory further down this path was found elsewhere.
                 parent = None;
             }
         }
@@ -372,9 +377,10 @@ impl<'a, B: Backing> UndoPass<'a, B> {
     }
 
     /// Plans that the top, the directory that the transaction covers, gets its old name back. If the transaction
-    /// created the top, plans its removal with all contents.
+    /// created the top, plans its removal with all contents. Does nothing if the top kept its name (`top_undo`).
     ///
-    /// The log is applied backward: `after` has names that the undo removes, `before` those that it restores.
+    /// To plan is to add to an entry of the log, which is applied backward: the undo removes the names `after` and
+    /// restores the names `before`.
     fn plan_top(&mut self) -> Result<()> {
         let Some(top) = &self.top_undo else {
             return Ok(());
@@ -382,6 +388,7 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         let mut entry = new_entry(top.ino);
         entry.is_dir = true;
         let parent_ino = top.parent_ino;
+        // The top may have any of `names` now, so each one is looked up.
         for name in &top.names {
             let leads_to_top = self.find_at(&top.parent, name, top.ino)?.is_some();
             let is_old_name = top.before.as_ref() == Some(name);
@@ -398,6 +405,7 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         }
         let ino = top.ino;
         let is_new = top.before.is_none();
+        // The application of the log needs the parent, which is above the scope and not found by a search.
         self.found_dirs.insert(parent_ino, top.parent.clone());
         self.entries.insert(ino, entry);
         if is_new {
@@ -423,10 +431,10 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         Ok(())
     }
 
-    /// Plans the names of a directory in which the transaction changed names: names that it added are removed, and
-    /// missing names are restored. `self.saves` has the old names, with inode numbers.
+    /// Plans that a directory gets exactly its old names, which `self.saves` has with their inode numbers. Names that
+    /// the transaction added are removed, and missing names are restored.
     ///
-    /// The log is applied backward: `before` has names that the undo restores.
+    /// To plan a restored name is to add it to the names `before` of the object's entry in the log.
     fn plan_names_in(&mut self, dir: &FoundDir<B>) -> Result<()> {
         let mut unchanged_names = BTreeSet::new();
         for (name, child) in self.list_names(dir.ino, &dir.inode)? {
@@ -564,9 +572,11 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         }
     }
 
-    /// Plans that a saved object gets its old attributes and bytes back. Reports an error if a file cannot be found.
+    /// Plans that a saved object gets its old attributes and bytes back. `ino` is the inode number of an object in
+    /// `self.saves`. The caller has planned the names of all objects.
     ///
-    /// The names of all objects are planned already. `ino` is the inode number of an object in `self.saves`.
+    /// The log finds the object by a name: by one that the undo removes or restores, or else by an unchanged one. Logs
+    /// an error if a file is not found.
     fn plan_contents(&mut self, ino: u64) -> Result<()> {
         let save = &self.saves[&ino];
         let is_dir = save.is_dir;
@@ -751,6 +761,7 @@ impl<B: Backing> ShadowUndo<B> {
             .lower
             .find_top_undo(&scope.dir, &transaction_dir, &shadow.kept)?;
         let result = UndoPass::new(&self.lower.base, shadow, root, top, &transaction_dir)?.run()?;
+        // The backing has the old tree now. The rest updates the objects in memory.
         let saved_dirs = std::mem::take(&mut *shadow.saved_dirs.lock());
         let find_object = |ino: u64| self.tree.find_object(shadow.object_key(ino));
         // A name in `kept/` stays until the end of the transaction, and programs must not see it in `st_nlink`.

@@ -216,6 +216,7 @@ impl<B: Backing> DecidedCommits<B> {
         self.make_shared_dirs(scope)?;
         self.freeze_attributes(scope)?;
         self.apply(scope)?;
+        // Programs go on only after the backing has taken the place of the tables.
         let quiet = self.quiesce_scope(scope);
         self.keep_inodes_in_use(scope)?;
         self.drop_applied_changes(scope);
@@ -301,7 +302,8 @@ impl<B: Backing> DecidedCommits<B> {
     /// Drops the tables of an applied commit, so that programs see the backing again. The caller has quiesced names and
     /// data: no program uses them meanwhile.
     ///
-    /// A new object gets its inode in the backing, its base.
+    /// A new object gets its inode in the backing, its base, if the tables kept that inode. Any other new object is not
+    /// in use, and is looked up anew by its name.
     fn drop_applied_changes(&self, scope: &Arc<Scope<B>>) {
         scope.drop_names_in_root();
         let changed = std::mem::take(&mut *scope.changed.lock());
@@ -317,6 +319,7 @@ impl<B: Backing> DecidedCommits<B> {
                 };
                 if state.base.is_none() {
                     let kept_inode = change.staged_copy.and_then(|copy| copy.kept_inode);
+                    // The commit has moved the object from the transaction's directory to its name.
                     state.base = kept_inode.map(|inode| match &parent_and_name {
                         Some((parent, name)) => self.lower.base.moved_to(&inode, parent, name),
                         None => inode,
@@ -341,6 +344,7 @@ impl<B: Backing> DecidedCommits<B> {
                 .read()
                 .change
                 .as_ref()
+                // Without a change there is nothing to freeze.
                 .is_none_or(|change| change.frozen_attr.is_some());
             if is_frozen {
                 continue;
@@ -368,8 +372,8 @@ impl<B: Backing> DecidedCommits<B> {
     }
 
     /// Records in the tables where the commit moves a new object, so that programs can read it before and after the
-    /// move. Of an object with several names the inode is kept instead. Does nothing if one of them is recorded, if the
-    /// object is not new, or if it has lost its names.
+    /// move. Of an object with several names the inode is kept instead. Does nothing if the place or the inode is in the
+    /// tables already, if the object is not new, or if it has lost its names.
     ///
     /// The inodes of all new objects cannot be kept, because there may be more than a process may have descriptors.
     fn record_final_name(&self, object: &Arc<Object<B>>) -> Result<(), Errno> {

@@ -163,6 +163,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 return Err(error);
             }
         };
+        // An abort of the last transaction by another host does not concern the new one.
         self.stopped_by.lock().remove(path);
         self.stored_scopes.insert_new_top(&scope);
         let scope = Arc::new(scope);
