@@ -330,7 +330,9 @@ impl Arena {
         if lease.is_revoked {
             return Ok(());
         }
+        // From here on the client begins no copy. A copy under way may go on, even after the end of the lease.
         self.stop_client(lease);
+        // A poisoned record can never be published, nor can any record after it.
         let result = self.poison_next_record(lease, sink);
         if result.is_err() {
             self.void_unaccepted_records(lease);

@@ -7,6 +7,10 @@
 //! Terms
 //! * A *cell* is a record of fixed size. It counts only while its first word, the *seal*, is valid.
 //! * A *node* is an object of the file system with its name. It has several cells if its name is long.
+//! * A *look-up* is a reference that the kernel has to a node. The kernel counts them, and returns them when it forgets
+//!   the node.
+//! * An *undone scope* is the entry that the transaction of a directory or checkpoint was aborted, because its firnd
+//!   died. Further entries say which processes were informed of the abort.
 //!
 //! Promises
 //! * If firnd dies at any instant, [`LiveTable::open`] finds everything that was recorded. A node is found at each
@@ -34,7 +38,8 @@ use rustix::io::Errno;
 use crate::ArenaError;
 use crate::map::{FileAccess, Map};
 
-/// Maximum number of cells of a table: 512 MiB of address space. Only used cells have memory.
+/// Maximum number of cells of a table. The mapping has addresses for all of them, 512 MiB. Memory is allocated for few
+/// cells at a time, when the table grows (`LiveTable::grow`).
 const CELLS_MAX: u32 = 1 << 22;
 /// Minimum number of cells by which a table grows: 64 KiB.
 const GROW_CELLS_MIN: u32 = 512;
@@ -185,6 +190,7 @@ impl LiveTable {
         for cell in used_cells {
             is_used[cell as usize] = true;
         }
+        // In descending order: the last cell of the list is taken first.
         cells.free = (0..cells.allocated)
             .rev()
             .filter(|&cell| !is_used[cell as usize])
@@ -462,7 +468,7 @@ impl LiveTable {
     /// name. A `parent` of 0 means that it has no name any more. Other names that were recorded for it are removed.
     pub fn end_rename(&self, id: u64, parent: u64, name: &[u8]) {
         let has_name = |entry: &NodeCells| entry.node.parent == parent && entry.node.name == name;
-        // A rename that failed ends with the old name. It is recorded as the new one then.
+        // After a rename that failed, this is the old name. Then the node is recorded as moved back to it.
         let is_name_recorded = {
             let cells = self.cells.lock();
             cells.nodes.get(&id).is_none_or(has_name)

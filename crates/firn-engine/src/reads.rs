@@ -158,6 +158,7 @@ impl<B: Backing> Reads<B> {
             for gap in gaps {
                 let out = &mut buf[(gap.start - offset) as usize..(gap.end - offset) as usize];
                 let read_end = gap.start + self.read_gap(&reader, out, gap.start)?;
+                // The backing's file ended inside the gap, although the file goes on: zeros have filled the rest.
                 attempt.has_filled_gap |= read_end < gap.end.min(known_end);
                 known_end = known_end.max(read_end);
             }

@@ -218,8 +218,9 @@ impl<B: Backing> Drainer<B> {
             .or_else(|| self.next_parts_from(state, limits, 0))
     }
 
-    /// Searches the pending bytes of a file from `start` on for the parts of the next write. Bytes that are being
-    /// written or unreadable end a candidate. Returns `None` if no candidate is worth a write.
+    /// Searches the pending bytes of a file from `start` on for the parts of the next write. Collects parts into a
+    /// candidate for one write. A part that does not fit, is being written already or is unreadable ends the candidate.
+    /// Returns the first candidate that is worth a write, or `None`.
     fn next_parts_from(
         &self,
         state: &FileState<B>,
