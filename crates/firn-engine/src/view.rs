@@ -56,6 +56,7 @@ impl<B: Backing> FileState<B> {
             return None;
         }
         let memory_file = self.memory_file(arena, size)?;
+        // The memory file gets the length `size`. A record of bytes beyond its end would count as damage.
         self.shorten_pieces(arena, &memory_file, size);
         if let Err(errno) = arena.begin_view(&memory_file, size) {
             tracing::debug!(%errno, "cannot make a memory file the view of its file");

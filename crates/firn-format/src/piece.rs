@@ -254,7 +254,8 @@ impl RawPiece {
         if self.seal == dead_seal(generation) {
             return Ok(CheckedPiece::Dead);
         }
-        // Words have two fields each: the sequence is split over the first two, and the seal has checksum and length.
+        // The file word has the upper bits of the sequence, and the position word the lower ones. The seal has the
+        // checksum and the length.
         let sequence_high = self.file_word >> FILE_BITS;
         let sequence_low = self.position_word & u64::from(u32::MAX);
         let piece = Piece {
