@@ -129,6 +129,8 @@ impl Arena {
             .fetch_add(record_count.into(), Ordering::AcqRel)
             + 1;
         crash_point();
+        // The process is stored before the writer word: if firnd dies, the next firnd finds a writer word, and looks
+        // whether this process is alive.
         self.tables.holder(slab).store(pid, Ordering::Relaxed);
         self.tables
             .writer(slab)

@@ -402,7 +402,7 @@ impl<B: Backing> Engine<B> {
     /// Records in the live table a request that must not take effect twice, until the result is dropped. `unique` is
     /// the kernel's number of the request.
     ///
-    /// Returns `None` if there is no live table (the file that a next firnd reads), or if it has no free cell (entry).
+    /// Returns `None` if there is no live table (the file that a next firnd reads), or if it has no free cell (place of an entry).
     pub fn record_request(&self, unique: u64, objects: RequestObjects) -> Option<RecordedRequest> {
         let table = self.live()?;
         let live_node = objects.node.and_then(|id| self.live_node_of(id));
@@ -537,6 +537,7 @@ impl<B: Backing> Engine<B> {
         // A handle with a view that the kernel does not serve from the view: its process maps the view.
         let is_mapped = view.is_some() && mode != OpenMode::Memory;
         self.insert_handle(id, inode, record.flags, |state| {
+            // A handle without a view leaves the file the view that another handle may have restored.
             state.view = view.or(state.view.take());
             mode
         });

@@ -77,6 +77,7 @@ impl<B: Backing> Engine<B> {
         }
         // The end of the backing's file counts, so this host's pending bytes go there first.
         self.drainer.drain_and_wait(file)?;
+        // Other hosts may have appended since, so the end is read again.
         self.read_published_changes(handle.id)?;
         let appended = self
             .exclusive
