@@ -51,7 +51,7 @@ use crate::map::crash_point;
 use crate::refs::StoredPiece;
 use crate::tables::Tables;
 
-/// An open memory file.
+/// An open memory file: a tmpfs file with the bytes of one large file in order.
 #[derive(Debug)]
 pub struct MemoryFile {
     /// Number in the file's name.

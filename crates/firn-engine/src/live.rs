@@ -402,7 +402,8 @@ impl<B: Backing> Engine<B> {
     /// Records in the live table a request that must not take effect twice, until the result is dropped. `unique` is
     /// the kernel's number of the request.
     ///
-    /// Returns `None` if there is no live table (the file that a next firnd reads), or if it has no free cell (place of an entry).
+    /// Returns `None` if there is no live table (the file that a next firnd reads), or if it has no free cell (place of
+    /// an entry).
     pub fn record_request(&self, unique: u64, objects: RequestObjects) -> Option<RecordedRequest> {
         let table = self.live()?;
         let live_node = objects.node.and_then(|id| self.live_node_of(id));
