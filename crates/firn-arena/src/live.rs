@@ -579,8 +579,8 @@ impl LiveTable {
         new_cell
     }
 
-    /// Removes the entry of a request that was answered, and the entry of its node if nothing else uses the node. `node`
-    /// is the node that the request was about, or 0.
+    /// Removes the entry of a request that was answered, and the entry of its node if nothing else uses the node.
+    /// `node` is the node that the request was about, or 0.
     pub fn end_request(&self, cell: u32, node: u64) {
         let mut cells = self.cells.lock();
         self.free(&mut cells, &[cell]);

@@ -412,7 +412,7 @@ pub enum Cell {
     Request(Request),
     /// A transaction.
     Transaction(Transaction),
-    /// An aborted scope, or a process that was informed of the abort.
+    /// The scope of an aborted transaction, or a process that was informed of the abort.
     UndoneScope(UndoneScope),
     /// A file lock.
     FileLock(FileLock),
