@@ -205,8 +205,8 @@ impl<B: Backing> Worker<B> {
         }
     }
 
-    /// Returns the limits for the jobs of a thread. A stand-in replaces a thread that hangs in a write of one file, so it
-    /// goes on with other files.
+    /// Returns the limits for the jobs of a thread. A stand-in replaces a thread that hangs in a write of one file, so
+    /// it goes on with other files.
     fn limits_of(&self, role: ThreadRole) -> LaneLimits {
         match role {
             ThreadRole::Regular => self.limits,

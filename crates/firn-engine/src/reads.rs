@@ -1,7 +1,8 @@
-//! Reads of files: combines bytes of the arena with bytes of the backing.
+//! Reads of files: combines bytes of the *arena*, the shared memory for written data, with bytes of the *backing*, the
+//! directory that the mount serves.
 //!
-//! Pending bytes (not in the backing yet) take precedence over cached bytes (drained, but still in the arena), and
-//! cached bytes over bytes of the backing.
+//! Pending bytes (not in the backing yet) take precedence over cached bytes (drained to the backing, but still in the
+//! arena), and cached bytes over bytes of the backing.
 //!
 //! Promise: a read returns the file as it was at one moment.
 //!
