@@ -116,7 +116,8 @@ impl<B: Backing> Drainer<B> {
         }
     }
 
-    /// Queues the files whose time has come, and takes the next file in line.
+    /// Queues the files that are due, for a retry after a failure or because of the age of their data, and takes the
+    /// next file in line. Returns `None` if no file can be written now.
     fn next_file(&self, lane: LaneIndex, leaves_hung_file: bool) -> Option<Arc<File<B>>> {
         let queue = self.drain.queue(lane);
         let now = Instant::now();
