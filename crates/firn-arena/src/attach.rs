@@ -178,6 +178,7 @@ impl Arena {
         for UsedChunk { chunk, slabs, .. } in used_chunks {
             let home = homes[chunk as usize];
             self.homes.set(chunk, home);
+            // A chunk with a damaged class is not adopted. It remains reserved, so no writer gets a slab of it.
             if let Some(UsedSlabs { class, used }) = slabs {
                 pool.adopt_chunk(chunk, class, &used, home);
             }

@@ -129,6 +129,8 @@ impl Arena {
             .fetch_add(record_count.into(), Ordering::AcqRel)
             + 1;
         crash_point();
+        // The process is stored before the writer word: if firnd dies, the next firnd finds a writer word, and looks
+        // whether this process is alive.
         self.tables.holder(slab).store(pid, Ordering::Relaxed);
         self.tables
             .writer(slab)
@@ -330,7 +332,9 @@ impl Arena {
         if lease.is_revoked {
             return Ok(());
         }
+        // From here on the client begins no copy. A copy under way may go on, even after the end of the lease.
         self.stop_client(lease);
+        // A poisoned record can never be published, nor can any record after it.
         let result = self.poison_next_record(lease, sink);
         if result.is_err() {
             self.void_unaccepted_records(lease);

@@ -99,6 +99,7 @@ impl ChunkHomes {
     /// Enters a chunk, which keeps its home until [`ChunkHomes::leave`]. Waits while a move has the gate closed.
     pub(crate) fn enter(&self, chunk: u32) {
         while self.guard(chunk).fetch_add(1, Ordering::AcqRel) & CLOSED != 0 {
+            // The mover waits until no thread is inside, so this one leaves before it waits.
             self.leave(chunk);
             while self.guard(chunk).load(Ordering::Acquire) & CLOSED != 0 {
                 std::thread::yield_now();

@@ -77,6 +77,7 @@ impl LingeringWriters {
             .extract_if(.., is_gone)
             .map(|writer| writer.slab)
             .collect();
+        // The slabs are not in the list any more, so the rest needs no lock.
         drop(writers);
         // A client that died may have left its word at "storing".
         for slab in &freed_slabs {

@@ -7,6 +7,10 @@
 //! Terms
 //! * A *cell* is a record of fixed size. It counts only while its first word, the *seal*, is valid.
 //! * A *node* is an object of the file system with its name. It has several cells if its name is long.
+//! * A *look-up* is a reference that the kernel has to a node. The kernel counts them, and returns them when it forgets
+//!   the node.
+//! * An *undone scope* is the entry that the transaction of a directory or checkpoint was aborted, because its firnd
+//!   died. Further entries say which processes were informed of the abort.
 //!
 //! Promises
 //! * If firnd dies at any instant, [`LiveTable::open`] finds everything that was recorded. A node is found at each
@@ -34,7 +38,8 @@ use rustix::io::Errno;
 use crate::ArenaError;
 use crate::map::{FileAccess, Map};
 
-/// Maximum number of cells of a table: 512 MiB of address space. Only used cells have memory.
+/// Maximum number of cells of a table. The mapping has addresses for all of them, 512 MiB. Memory is allocated for few
+/// cells at a time, when the table grows (`LiveTable::grow`).
 const CELLS_MAX: u32 = 1 << 22;
 /// Minimum number of cells by which a table grows: 64 KiB.
 const GROW_CELLS_MIN: u32 = 512;
@@ -83,7 +88,7 @@ struct Cells {
     handles: HashMap<u64, HandleCell>,
     /// Transactions, by their serial number.
     transactions: HashMap<u64, Recorded<Transaction>>,
-    /// Aborted scopes and informed processes, with their cells.
+    /// Undone scopes and informed processes, with their cells.
     undone_scopes: Vec<Recorded<UndoneScope>>,
     /// File locks, with their cells, by the inode number of their lock file.
     file_locks: HashMap<u64, Vec<Recorded<FileLock>>>,
@@ -185,6 +190,7 @@ impl LiveTable {
         for cell in used_cells {
             is_used[cell as usize] = true;
         }
+        // In descending order: the last cell of the list is taken first.
         cells.free = (0..cells.allocated)
             .rev()
             .filter(|&cell| !is_used[cell as usize])
@@ -462,7 +468,7 @@ impl LiveTable {
     /// name. A `parent` of 0 means that it has no name any more. Other names that were recorded for it are removed.
     pub fn end_rename(&self, id: u64, parent: u64, name: &[u8]) {
         let has_name = |entry: &NodeCells| entry.node.parent == parent && entry.node.name == name;
-        // A rename that failed ends with the old name. It is recorded as the new one then.
+        // After a rename that failed, this is the old name. Then the node is recorded as moved back to it.
         let is_name_recorded = {
             let cells = self.cells.lock();
             cells.nodes.get(&id).is_none_or(has_name)
@@ -532,7 +538,7 @@ impl LiveTable {
         self.free(&mut cells, &[cell]);
     }
 
-    /// Records that a handle has ended.
+    /// Removes the entry of a handle that has ended, and the entry of its node if nothing else uses the node.
     pub fn forget_handle(&self, id: u64) {
         let mut cells = self.cells.lock();
         let Some(HandleCell { cell, node }) = cells.handles.remove(&id) else {
@@ -553,6 +559,7 @@ impl LiveTable {
             self.release_node(&mut cells, request.node);
             return None;
         };
+        // The cell is no longer free, so no other thread stores into it.
         drop(cells);
         self.store(cell, &request.encode());
         Some(cell)
@@ -572,7 +579,8 @@ impl LiveTable {
         new_cell
     }
 
-    /// Records that a request was answered. `node` is the node that the request was about, or 0.
+    /// Removes the entry of a request that was answered, and the entry of its node if nothing else uses the node.
+    /// `node` is the node that the request was about, or 0.
     pub fn end_request(&self, cell: u32, node: u64) {
         let mut cells = self.cells.lock();
         self.free(&mut cells, &[cell]);
@@ -609,7 +617,7 @@ impl LiveTable {
         self.free(&mut cells, other_cells);
     }
 
-    /// Takes over a handle of an earlier firnd.
+    /// Takes over a handle of an earlier firnd. Its node must be taken over already.
     pub fn adopt_handle(&self, handle: &Handle, cell: u32) {
         let mut cells = self.cells.lock();
         let node = handle.node;
@@ -619,7 +627,8 @@ impl LiveTable {
         }
     }
 
-    /// Records a transaction, before its owner is informed that the transaction has begun.
+    /// Records a transaction, before its owner is informed that the transaction has begun. Replaces the entry that the
+    /// transaction may have. Does nothing if there is no room.
     pub fn record_transaction(&self, transaction: Transaction) {
         let mut cells = self.cells.lock();
         let Some(cell) = self.allocate_cell(&mut cells) else {
@@ -682,8 +691,8 @@ impl LiveTable {
             .insert(transaction.serial, recorded);
     }
 
-    /// Records an aborted scope (a directory whose transaction was aborted), or a process that was informed of the
-    /// abort. Does nothing if the entry exists.
+    /// Records an undone scope (the transaction of a directory was aborted), or a process that was informed of the
+    /// abort. Does nothing if the entry exists, or if there is no room.
     pub fn note_undone_scope(&self, scope: UndoneScope) {
         let mut cells = self.cells.lock();
         let is_recorded = cells
@@ -700,7 +709,7 @@ impl LiveTable {
         cells.undone_scopes.push(Recorded { entry: scope, cell });
     }
 
-    /// Removes the entries of the scope at this path.
+    /// Removes the entries of the undone scope at this path, and of the processes that were informed of it.
     pub fn forget_undone_scope(&self, path: PathSum) {
         let mut cells = self.cells.lock();
         let freed_cells: Vec<u32> = cells
@@ -711,7 +720,7 @@ impl LiveTable {
         self.free(&mut cells, &freed_cells);
     }
 
-    /// Returns the aborted scopes, and the processes that were informed.
+    /// Returns the undone scopes (directories with an aborted transaction), and the processes that were informed.
     pub fn undone_scopes(&self) -> Vec<UndoneScope> {
         let cells = self.cells.lock();
         cells

@@ -390,6 +390,7 @@ impl Medium for JournalRegion {
     fn used(&self, position: usize, len: usize) -> usize {
         let start = self.offset + position as u64;
         let end = self.offset + (position + len) as u64;
+        // A file on tmpfs consists of ranges with data and holes. The end of the last range with data is searched for.
         let mut offset = start;
         let mut used_end = start;
         while offset < end {

@@ -3,10 +3,12 @@
 //!
 //! Terms
 //! * The *arena* is the file of shared memory that stores written data until it is in the backing directory.
-//! * A *memory file* is a tmpfs file beside the arena's file.
-//! * A *slot* is memory for one chunk of the arena. Its bytes are in the arena's file or in a memory file.
-//! * If they are in a memory file, the arena's file has a hole, and the memory file is mapped at the slot's address. So
-//!   a reader of that address reads the memory file, and the bytes take memory only once.
+//! * A *chunk* is the unit in which the arena is allocated. A *slot* is a range of the arena's addresses, with the
+//!   memory for one chunk.
+//! * A *memory file* is a tmpfs file beside the arena's file. It consists of *parts* of the size of a chunk. Each part
+//!   can be the memory of one slot.
+//! * A slot is *in a memory file* if its memory is a part of that file instead of the arena's file. The part is mapped
+//!   at the slot's address, and the arena's file has a hole there. So the bytes take memory only once.
 //! * A slot in a memory file is *idle* if it has no chunk.
 //! * The *location word* of a slot, in the arena, names the memory file that has the slot's bytes
 //!   ([`firn_format::memory_file`]).
@@ -49,7 +51,7 @@ use crate::map::crash_point;
 use crate::refs::StoredPiece;
 use crate::tables::Tables;
 
-/// An open memory file.
+/// An open memory file: a tmpfs file with the bytes of one large file in order.
 #[derive(Debug)]
 pub struct MemoryFile {
     /// Number in the file's name.

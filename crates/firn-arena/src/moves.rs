@@ -303,6 +303,7 @@ impl Arena {
             on_moved(chunk);
             self.pool.lock().free_vacated_slot(memory_slot);
         }
+        // An error of the copy is returned only now, after the move has ended and the gate is open.
         copied?;
         self.listeners.report_freed();
         if !has_moved {

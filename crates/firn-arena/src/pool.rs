@@ -455,6 +455,7 @@ impl Pool {
             None => self.divide_chunk(class, numa_node),
         };
         self.numa_nodes[numa_node].foreign_slabs += u64::from(numa_node != near);
+        // A chunk with a leased slab must not move to the spill file.
         self.end_rest(taken.chunk);
         let chunk = self.chunk_mut(taken.chunk);
         chunk.used += 1;

@@ -119,6 +119,7 @@ impl IoThreadSet {
     pub(crate) fn new<B: Backing>(worker: Worker<B>, regular_count: usize) -> Self {
         let idle_threads = Arc::clone(&worker.idle_threads);
         let lane_count = worker.lanes.len();
+        // The two closures hide the type of the backing from the set.
         let worker = Arc::new(worker);
         let work_finder = Arc::clone(&worker);
         let start_thread = move |index, role| {

@@ -76,17 +76,20 @@ impl LaneScheduler {
         Some(lane)
     }
 
-    /// Enters a lane whose writers all hang.
+    /// Enters a lane whose writers all hang, with a thread that is started for it. No limit applies.
     pub(crate) fn enter_hung(&self, lane: usize) {
         self.state.lock().writers[lane] += 1;
     }
 
+    /// Leaves a lane that the thread has entered.
     pub(crate) fn leave(&self, lane: usize) {
         let writers = &mut self.state.lock().writers[lane];
         assert!(*writers > 0, "a lane was left that was not entered");
         *writers -= 1;
     }
 
+    /// Returns whether one more thread may enter a lane. `writers` is the number of threads in each lane. The last free
+    /// thread may not enter a lane with writers while another lane has none.
     fn can_enter(&self, writers: &[usize], lane: usize) -> bool {
         let busy_threads: usize = writers.iter().sum();
         let is_last_thread = busy_threads + 1 >= self.thread_count;

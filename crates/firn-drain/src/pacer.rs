@@ -117,13 +117,16 @@ fn next_budget(budget: f64, cpu_use: CpuUse, used: Duration, budget_min: f64) ->
     let used_cpus = used.as_secs_f64() / cpu_use.elapsed.as_secs_f64();
     let spare_cpus = cpu_use.idle - cpu_use.cpus * IDLE_PART_MIN;
     if cpu_use.user < cpu_use.cpus * USER_PART_MIN {
+        // Programs compute on few CPUs.
         f64::INFINITY
     } else if spare_cpus < 0.0 {
+        // Programs compute, and hardly any CPU is idle.
         budget_min
     } else if budget.is_infinite() {
         // Although the I/O threads had no limit, CPUs were idle.
         budget
     } else {
+        // The threads may use what they have used, and the CPUs that were idle.
         (used_cpus + spare_cpus).max(budget_min)
     }
 }

@@ -101,7 +101,9 @@ impl Pool {
         engine.drainer.set_executor(Arc::new(WakeThreads {
             idle_threads: Arc::clone(&idle_threads),
         }));
+        // The pacer delays work that no program waits for, so that programs get the CPUs.
         let pacer = Pacer::start(io_threads.cpu_percent).map(Arc::new);
+        // The mover is the thread that moves chunks to the spill file and to memory files.
         let mover_sleep = Arc::new(IdleThreads::default());
         let mover = start_mover(&engine, &mover_sleep, pacer.clone())?;
         let thread_count = io_threads.count.max(1);

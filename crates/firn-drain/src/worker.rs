@@ -205,6 +205,8 @@ impl<B: Backing> Worker<B> {
         }
     }
 
+    /// Returns the limits for the jobs of a thread. A stand-in replaces a thread that hangs in a write of one file, so
+    /// it goes on with other files.
     fn limits_of(&self, role: ThreadRole) -> LaneLimits {
         match role {
             ThreadRole::Regular => self.limits,
@@ -215,8 +217,9 @@ impl<B: Backing> Worker<B> {
         }
     }
 
-    /// Starts to use a lane's token. If the lane has no work or the token is not available, returns the time until
-    /// the next search.
+    /// Starts to use a lane's token, the lock that lets one host at a time write to the lane. If the lane has no work
+    /// or the token is not available, fails with the time until the next search; `None` if a wake announces the next
+    /// work.
     fn use_token(&self, lane: LaneIndex, token: &LaneToken) -> Result<TokenUse, Option<Duration>> {
         if let NextWork::Later { retry } = self.engine.drainer.next_work(lane) {
             return Err(retry);
@@ -227,6 +230,7 @@ impl<B: Backing> Worker<B> {
         }
     }
 
+    /// Leaves a lane, and before that ends the use of its token, so that another host may get it.
     fn leave(&self, lane: usize, token_use: Option<TokenUse>) {
         if let (Some(token), Some(token_use)) = (&self.lanes[lane].token, token_use) {
             token.leave(token_use);

@@ -1,9 +1,9 @@
 //! Claims on paths: a claim says that a path must not change while the claim exists, or that the path is about to
 //! change.
 //!
-//! A claim takes the place of a lock that would be held across a call of the backing, and concerns only the paths that
-//! it names. So a rename that hangs blocks only callers that need a path at or below its two names, and an unlink that
-//! hangs blocks only renames of a directory above its name.
+//! A claim takes the place of a lock that would be held across a call of the backing (the directory that the mount
+//! serves), and concerns only the paths that it names. So a rename that hangs blocks only callers that need a path at
+//! or below its two names, and an unlink that hangs blocks only renames of a directory above its name.
 //!
 //! Invariants
 //! * While a claim to change a path exists, there is no other claim at or below that path, and no claim to change a

@@ -264,6 +264,8 @@ impl<B: Backing> Engine<B> {
             is_only_in_backing && !state.opens.has_through_engine() && !wants_write;
         // While the kernel caches pages of an open file, it refuses passthrough for the inode.
         let is_cached = state.opens.has_cached();
+        // If other handles read a memory file, this one must too. Otherwise the kernel gets the memory file with all
+        // bytes of the file, if there is one.
         if state.is_passed_through_memory()
             || (reads_memory && self.create_view_for_kernel(state, settled_size))
         {
@@ -280,6 +282,7 @@ impl<B: Backing> Engine<B> {
                 keep: has_current_pages,
             };
         }
+        // The kernel may not read memory files itself, but it may cache pages that the engine reads from one.
         if !reads_memory && self.can_keep_pages(state, settled_size) {
             let keep = inode.record_memory_file_pages(state.changes);
             return OpenMode::Cached { keep };

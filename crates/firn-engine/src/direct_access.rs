@@ -496,6 +496,9 @@ impl<B: Backing> DirectAccess<B> {
 
     /// Tries once to make a list of the places of a file's bytes; see [`Self::list_extents`]. Returns `None` if the
     /// file changed meanwhile. Fails with `Busy` if the file has a writer, or its bytes cannot be located.
+    ///
+    /// The list contains the *stamp*: the value that the file's word, a counter in the arena, had when the list was
+    /// begun. A change of the file raises the word. The reader then sees that its list is not valid any more.
     fn try_list(
         &self,
         file: &Arc<File<B>>,

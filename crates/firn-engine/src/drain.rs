@@ -1,4 +1,5 @@
-//! Queue of files for each lane (one I/O server), and the executor that writes them to the backing.
+//! Queue of files for each lane (one I/O server), and the executor (the threads) that writes their bytes to the
+//! backing, the directory that the mount serves.
 //!
 //! A file enters the queue of its lane ([`queue::DrainQueue`]) in one of four cases: a run of its pending bytes is long
 //! enough for a write, a caller waits for it, its data is old, or the arena (the memory with the pending bytes) is

@@ -1,8 +1,9 @@
-//! The drain: writes pending bytes from the arena to the backing in three steps (pick, execute, complete).
+//! The drain: writes *pending* bytes, which only the *arena* (shared memory) has, to the *backing*, the directory that
+//! the mount serves.
 //!
-//! [`Drainer::pick`] takes the next run of the next file of a lane (one I/O server), [`Job::execute`] writes it, and
-//! [`Drainer::complete`] records the result. An [`Executor`](crate::Executor) carries out these steps in its threads.
-//! The engine has no threads.
+//! Each write is a job, and has three steps. [`Drainer::pick`] chooses bytes of the next file of a lane (one I/O
+//! server), [`Job::execute`] writes them, and [`Drainer::complete`] records the result. An
+//! [`Executor`](crate::Executor) carries out these steps in its threads. The engine has no threads.
 //!
 //! docs/internals/drain.md
 //!

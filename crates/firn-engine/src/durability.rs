@@ -2,12 +2,14 @@
 //! files to a level.
 //!
 //! Terms
+//! * The *backing* is the directory that the mount serves. A byte is *pending* while the backing does not have it.
 //! * A file is *drained* when the backing has all of its bytes, and *durable* when they are synced there.
-//! * A file's *names are synced* if each directory from the root to it was synced after the name was made.
-//! * A *fingerprint* is size and time of the backing's file.
+//! * A file's *names are synced* if a sync covered each name on the way from the root to it.
+//! * A *fingerprint* is size and time of the backing's file. After a sync, the inode records the fingerprint that the
+//!   file had before it. The file is durable as long as its fingerprint is this one.
 //!
-//! Bytes may be drained, or changed by other programs, during a sync. So the state that a sync covers is read before
-//! the sync begins.
+//! Why the fingerprint is read before the sync: bytes may be drained, or changed by other programs, during the sync,
+//! which then does not cover them. Such a file has another fingerprint afterwards, and does not count as durable.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -122,8 +124,9 @@ impl<B: Backing> Durability<B> {
     /// durable (synced there). The file is durable under three conditions: this firnd has synced its bytes and names,
     /// size and time are unchanged since, and no transaction may undo it.
     pub(crate) fn level_in_backing(&self, inode: &Inode<B>) -> DurabilityLevel {
+        // Size and time at the last sync; `None` if data or names are not synced.
         let synced = inode.synced();
-        // Only a backing with logs (`finishes_files`) may have bytes with a lower level than drained.
+        // An unsynced file is drained, except on a backing with logs (`finishes_files`), which may give a lower level.
         if synced.is_none() && !self.base.backing.features().finishes_files {
             return DurabilityLevel::Drained;
         }
@@ -145,8 +148,10 @@ impl<B: Backing> Durability<B> {
     }
 
     /// Syncs a file's data, and the directories with its names, in the backing. With `data_only` as fdatasync(2) does.
-    /// If nothing was pending, the file is durable afterwards. After an error, the data counts as unsynced again, and
-    /// the error is recorded.
+    ///
+    /// If no byte was pending (not in the backing), the file is durable afterwards. Pending bytes are not drained here,
+    /// and the file keeps its level. If the sync of the data fails, the data counts as unsynced again, and the error is
+    /// recorded for the status.
     pub(crate) fn sync_data(&self, file: &Arc<File<B>>, data_only: bool) -> Result<()> {
         let (writer, had_no_pending_bytes) = {
             let state = file.lock();
@@ -160,7 +165,8 @@ impl<B: Backing> Durability<B> {
             // Another host may have synced newer bytes than those that the arena caches.
             self.room.check_cache(file)?;
         }
-        // Both are read before the sync: it may not cover bytes that are drained or changed during the sync.
+        // The sync may not cover bytes that are changed or drained during it. So size and time are read before it, and
+        // `data_unsynced` is cleared before it: a drain sets it again.
         let covered = self.tree.covered_by_sync(&file.inode);
         file.inode.data_unsynced.store(false, Ordering::Release);
         if let Err(errno) = self.base.backing.sync(&backing_file.file, data_only) {
@@ -253,6 +259,7 @@ impl<B: Backing> Durability<B> {
         if is_clean {
             inode.synced.set(coverage.fingerprint);
         }
+        // The lock is released, because the mark is set.
         drop(state);
         if is_clean {
             let events = &self.base.file_events;
@@ -273,7 +280,7 @@ impl<B: Backing> Durability<B> {
     }
 
     /// Syncs each directory on the way to the root that has an unsynced name of this inode or of a directory above
-    /// it.
+    /// it. Fails with the error of the first directory that cannot be synced; names in it then remain unsynced.
     pub(crate) fn sync_names(&self, inode: &Arc<Inode<B>>) -> Result<()> {
         if inode.name_unsynced.swap(false, Ordering::AcqRel) {
             for parent in inode.parents() {
@@ -397,8 +404,9 @@ impl<B: Backing> Durability<B> {
         awaited
     }
 
-    /// Syncs the file or tree at `path` in the backing, and all names that lead to it from the root on. An earlier
-    /// firnd may have made these names without a sync.
+    /// Syncs the file or tree at `path` in the backing, and all names that lead to it from the root on: also those that
+    /// count as synced, because an earlier firnd may have made them without a sync. The caller has drained the files,
+    /// because a sync covers only bytes in the backing.
     fn make_durable(&self, path: &[u8]) -> Result<()> {
         let inode = self.tree.inode_at(path)?;
         if inode.kind == Kind::File {

@@ -52,6 +52,7 @@ impl<B: Backing> Exclusive<B> {
     /// Drops the pending data (bytes that are not in the backing yet) of a file that has neither a name nor a handle.
     /// Callers that wait for its drain get `Ok`.
     pub(crate) fn discard(&self, file: &Arc<File<B>>) {
+        // Waits until no drain writes the file, because a drain reads the bytes that are dropped here.
         let mut state = file.acquire_exclusive_use();
         let bytes_before = state.pending.bytes();
         let cancelled_bytes = state.drop_extents(&self.base.arena, 0..u64::MAX, u64::MAX);

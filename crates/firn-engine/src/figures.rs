@@ -290,6 +290,7 @@ impl<B: Backing> Engine<B> {
             return Vec::new();
         }
         let pending_paths = self.pending_paths();
+        // An error of the spill file is recorded under the path of the spill file.
         let failed_spill_path = if self.room.spill.has_failed() {
             Some(self.base.arena.superblock().spill_path.clone())
         } else {

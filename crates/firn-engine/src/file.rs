@@ -126,6 +126,7 @@ impl<B: Backing> File<B> {
             // The file counts its changes from this number on, so no other file has the same number.
             changes: FIRST_CHANGE.fetch_add(CHANGES_OF_A_FILE, Ordering::Relaxed),
             partnered_changes: 0,
+            // No epoch has the number 0, so the first write looks for privileges.
             unprivileged_epoch: 0,
             is_pinned: false,
             unlinked: false,

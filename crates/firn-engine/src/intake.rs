@@ -94,9 +94,11 @@ impl<B: Backing> Intake<B> {
         });
     }
 
-    /// Ends leases that the client has filled (a lease is a client's right to fill one part of the arena). Then reads
-    /// the first remaining lease with `accept`, and makes its new bytes pending. An invalid record revokes the grant,
-    /// which is the client's right to write the file. Does nothing without a grant.
+    /// Makes the bytes pending that a client process has published since the last call. Does nothing without a grant,
+    /// which is the client's right to write the file.
+    ///
+    /// The client fills its leases (rights to fill one part of the arena) one after the other. So the leases that it
+    /// has filled end, and `accept` reads new bytes of the first remaining one. An invalid record revokes the grant.
     fn ingest_from_client(
         &self,
         file: &Arc<File<B>>,

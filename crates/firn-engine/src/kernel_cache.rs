@@ -1,14 +1,16 @@
 //! The kernel's cache: which pages and attributes of files the kernel may have, and whether they are still valid. The
-//! frontend makes the kernel drop invalid pages.
+//! frontend, which answers the kernel's requests, makes the kernel drop invalid pages.
 //!
 //! Terms
-//! * *Passthrough*: the kernel reads a file of the backing, or a memory file, itself instead of asking the engine.
 //! * The *backing* is the directory that the mount serves. A *memory file* is a file in memory with all bytes of one
 //!   large file.
-//! * A *cached open* is an open handle with pages in the kernel's cache.
+//! * *Passthrough*: the kernel reads a file of the backing, or a memory file, itself instead of asking the engine.
+//! * A *cached open* is an open handle whose reads the kernel serves from its page cache.
+//! * A *stamp* (`PageCacheStamp`) is the state of the backing's file when the kernel last began to cache its pages:
+//!   size, times, and a count of changes by other hosts. Pages are valid while the file has the same stamp.
 //!
-//! Relies on: size and times of the backing's file, and a count of changes by other hosts. A second change within one
-//! tick of the backing's clock may not change the times, so only times that are old enough are trusted.
+//! Relies on: a change of the backing's file changes its stamp. A second change within one tick of the backing's clock
+//! may leave the times as they are. So a stamp counts only if its times were already some seconds old.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -104,11 +106,13 @@ impl<B: Backing> KernelCache<B> {
             mtime: attr.mtime,
             ctime: attr.ctime,
             is_settled: last_change_s + OLD_ENOUGH_S < Time::now().sec,
+            // Another thread may have recorded a later count meanwhile.
             changes_by_others: changes_by_others.max(last_changes),
             changes_in_pages: last_stamp.map_or(changes_by_others, |stamp| stamp.changes_in_pages),
             memory_file_changes: last_stamp.and_then(|stamp| stamp.memory_file_changes),
         };
         *stored_stamp = Some(Box::new(new_stamp));
+        // The first call finds no earlier stamp, so it returns false.
         new_stamp.is_settled && !new_stamp.has_stale_pages() && last_stamp == Some(new_stamp)
     }
 

@@ -402,7 +402,8 @@ impl<B: Backing> Engine<B> {
     /// Records in the live table a request that must not take effect twice, until the result is dropped. `unique` is
     /// the kernel's number of the request.
     ///
-    /// Returns `None` if there is no live table (the file that a next firnd reads), or if it has no free cell (entry).
+    /// Returns `None` if there is no live table (the file that a next firnd reads), or if it has no free cell (place of
+    /// an entry).
     pub fn record_request(&self, unique: u64, objects: RequestObjects) -> Option<RecordedRequest> {
         let table = self.live()?;
         let live_node = objects.node.and_then(|id| self.live_node_of(id));
@@ -461,6 +462,7 @@ impl<B: Backing> Engine<B> {
         self.resume_nameless(&resumed.files);
         for stored in &resumed.contents.requests {
             let request = stored.entry;
+            // Only nodes have more than one cell.
             let cell = stored.cells[0];
             resumed.table.adopt_request(&request);
             requests
@@ -477,6 +479,7 @@ impl<B: Backing> Engine<B> {
         requests.bad_handles += lost_handles.len() as u64;
         for stored in &resumed.contents.handles {
             let handle = &stored.entry;
+            // Only nodes have more than one cell.
             let cell = stored.cells[0];
             if lost_handles.contains(&handle.id) {
                 continue;
@@ -535,6 +538,7 @@ impl<B: Backing> Engine<B> {
         // A handle with a view that the kernel does not serve from the view: its process maps the view.
         let is_mapped = view.is_some() && mode != OpenMode::Memory;
         self.insert_handle(id, inode, record.flags, |state| {
+            // A handle without a view leaves the file the view that another handle may have restored.
             state.view = view.or(state.view.take());
             mode
         });

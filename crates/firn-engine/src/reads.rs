@@ -1,7 +1,8 @@
-//! Reads of files: combines bytes of the arena with bytes of the backing.
+//! Reads of files: combines bytes of the *arena*, the shared memory for written data, with bytes of the *backing*, the
+//! directory that the mount serves.
 //!
-//! Pending bytes (not in the backing yet) take precedence over cached bytes (drained, but still in the arena), and
-//! cached bytes over bytes of the backing.
+//! Pending bytes (not in the backing yet) take precedence over cached bytes (drained to the backing, but still in the
+//! arena), and cached bytes over bytes of the backing.
 //!
 //! Promise: a read returns the file as it was at one moment.
 //!
@@ -158,6 +159,7 @@ impl<B: Backing> Reads<B> {
             for gap in gaps {
                 let out = &mut buf[(gap.start - offset) as usize..(gap.end - offset) as usize];
                 let read_end = gap.start + self.read_gap(&reader, out, gap.start)?;
+                // The backing's file ended inside the gap, although the file goes on: zeros have filled the rest.
                 attempt.has_filled_gap |= read_end < gap.end.min(known_end);
                 known_end = known_end.max(read_end);
             }

@@ -250,6 +250,7 @@ impl<B: Backing> Namespace<B> {
                 .as_ref()
                 .is_some_and(|target| self.leads_to_object(to.dir, to.name, &target.identity()));
         if is_under_new_name && !is_exchange {
+            // Only the old name is left to be removed.
             names.record_unlink(from.dir.id, from.name);
             return;
         }

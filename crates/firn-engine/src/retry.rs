@@ -1,4 +1,4 @@
-//! Waits between the tries of an operation that failed.
+//! The waits between the tries of an operation that failed: a write to the backing, or a move to the spill file.
 
 use std::time::Duration;
 

@@ -160,7 +160,8 @@ impl<B: Backing> FileState<B> {
         common_file
     }
 
-    /// Returns the extents of `range`, if the arena has all of its bytes.
+    /// Returns the extents of `range`, which has the bytes of one chunk. Returns `None` if the arena (shared memory)
+    /// does not have all of these bytes as pending ones (not in the backing), or all of them as cached ones.
     fn chunk_source(&self, range: Range<u64>) -> Option<ChunkSource> {
         let is_pending = !self.pending.is_empty();
         let extents = if is_pending {

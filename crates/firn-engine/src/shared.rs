@@ -3,8 +3,9 @@
 //! A lock is only useful if its holder sees all writes of the last holder on another host. So a host that gets a lock
 //! calls [`Engine::read_published_changes`], and a host calls [`Engine::publish_writes`] before it releases a lock.
 //!
-//! Promise: appended bytes are never pending in this host's memory: they are in the backing when the append returns.
-//! Otherwise a host that died could write them after its restart, over bytes that other hosts have appended meanwhile.
+//! Promise: bytes that are appended here are in the backing (the directory that all hosts share) when the append
+//! returns. If they were only in memory, a host that died could write them after its restart, over bytes that other
+//! hosts have appended meanwhile.
 
 use std::io::IoSlice;
 use std::sync::Arc;
@@ -77,6 +78,7 @@ impl<B: Backing> Engine<B> {
         }
         // The end of the backing's file counts, so this host's pending bytes go there first.
         self.drainer.drain_and_wait(file)?;
+        // Other hosts may have appended since, so the end is read again.
         self.read_published_changes(handle.id)?;
         let appended = self
             .exclusive

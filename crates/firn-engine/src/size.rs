@@ -1,4 +1,5 @@
-//! Length of a file, from the backing's file and the pending bytes beyond its end.
+//! Length of a file, from the file in the backing (the directory that the mount serves) and the pending bytes (in
+//! memory only) beyond its end.
 
 use firn_backing::Attr;
 

@@ -106,6 +106,9 @@ impl<B: Backing> Engine<B> {
     ///
     /// There is no such work while other writers have the file open, or if the closing process is not the opener. Such
     /// work is, for example, to copy the logs of the file into the plain file.
+    ///
+    /// The call also counts the handle among the closing writers, once. So of several writers that close at the same
+    /// time, the last one finds the work.
     pub fn finishes_file(&self, handle_id: HandleId, is_opener: &dyn Fn(u32) -> bool) -> bool {
         if !self.base.backing.features().finishes_files
             || self.base.options.close == ClosePolicy::Held
@@ -119,7 +122,7 @@ impl<B: Backing> Engine<B> {
             return false;
         }
         let mut state = handle.file.lock();
-        // If two writers close at the same time, both are counted, so the call of the second writer returns true.
+        // A second call for the same handle does not count it again.
         if !handle.has_closed_descriptor.swap(true, Ordering::AcqRel) {
             state.opens.begin_closing();
         }

@@ -1,5 +1,5 @@
-//! fallocate(2), lseek(2) for holes, and copy_file_range(2): calls that the backing carries out, after the file was
-//! drained.
+//! fallocate(2), lseek(2) for holes, and copy_file_range(2): calls that the backing (the directory that the mount
+//! serves) carries out. So all bytes of the file are written there first.
 
 use firn_backing::{Backing, Errno, Seek};
 

@@ -1,10 +1,12 @@
 //! The view of a file: a memory file with all its bytes, which the kernel or a mapping of a process reads.
 //!
-//! Such a reader reads the memory file without a request, so the file's bytes must remain there. The memory file is the
-//! file's *view* until the last such handle is released. Each change of the file is also stored in the view, under the
-//! lock of the file and before the change is answered. An *extent* says where a range of the file has its newest bytes.
-//! If an extent still lies in the view at that place, the store overwrites its bytes. If newer bytes lie in another
-//! part of the arena, no extent uses the view's bytes at that place any more.
+//! Such a reader reads the memory file without a request. So the memory file is the file's *view* until the last such
+//! handle is released: the bytes of the file remain there, and each change of the file is also stored there, under the
+//! lock of the file and before the change is answered.
+//!
+//! The store into the view damages no other bytes. An *extent* says where a range of the file has its newest bytes. If
+//! that is in the view, the store replaces the bytes. If it is elsewhere in the *arena* (the shared memory for written
+//! data), no extent uses the bytes of that range in the view any more.
 //!
 //! Promises
 //! * A reader of the view sees each write(2), truncation and removal of bytes that has returned.
@@ -56,6 +58,8 @@ impl<B: Backing> FileState<B> {
             return None;
         }
         let memory_file = self.memory_file(arena, size)?;
+        // The memory file gets the length `size`. After a restart, a record of bytes beyond its end would count as
+        // damage.
         self.shorten_pieces(arena, &memory_file, size);
         if let Err(errno) = arena.begin_view(&memory_file, size) {
             tracing::debug!(%errno, "cannot make a memory file the view of its file");

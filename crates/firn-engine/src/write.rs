@@ -107,6 +107,7 @@ impl<B: Backing> Writes<B> {
         if let Some(principal) = principal {
             self.privilege_rules.drop_privileges_of(file, principal)?;
         }
+        // The backing may not support so long a file. Then this write fails, and not a later drain of its bytes.
         if end > SIZE_CHECKED_ABOVE {
             self.ensure_size_in_backing(file, end)?;
         }
@@ -148,6 +149,7 @@ impl<B: Backing> Writes<B> {
         end: u64,
         principal: Option<&dyn Principal>,
     ) -> bool {
+        // The backing is asked whether it supports so long a file.
         if end > SIZE_CHECKED_ABOVE {
             return true;
         }

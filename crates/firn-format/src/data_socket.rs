@@ -26,6 +26,9 @@ pub const DATA_SOCKET_VERSION: u32 = 8;
 
 /// ioctl(2) on an open file of a mount, `_IOR('F', 0xd0, Token)`. Returns the [`Token`] of the file. Any other file
 /// system returns ENOTTY.
+///
+/// From the highest bits on, the number has the direction (2: the caller reads), the size of the argument, the type and
+/// the number of the request.
 pub const IOCTL_TOKEN: u32 =
     (2 << 30) | ((size_of::<Token>() as u32) << 16) | ((b'F' as u32) << 8) | 0xd0;
 

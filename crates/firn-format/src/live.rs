@@ -412,7 +412,7 @@ pub enum Cell {
     Request(Request),
     /// A transaction.
     Transaction(Transaction),
-    /// An aborted scope, or a process that was informed of the abort.
+    /// The scope of an aborted transaction, or a process that was informed of the abort.
     UndoneScope(UndoneScope),
     /// A file lock.
     FileLock(FileLock),
@@ -745,7 +745,7 @@ pub fn encode_node(node: &Node, indexes: &[u32]) -> Vec<CellBytes> {
 }
 
 impl Handle {
-    /// Encodes the open handle into a cell, a record of fixed size that begins with its seal.
+    /// Encodes the open handle into a cell, a record of 128 bytes. Its first word is the seal, the checksum of the rest.
     pub fn encode(&self) -> CellBytes {
         let (served_by, backing_id) = match self.served_by {
             ServedBy::Engine => (SERVED_BY_ENGINE, 0),
@@ -754,6 +754,7 @@ impl Handle {
             ServedBy::Directory => (SERVED_BY_DIRECTORY, 0),
         };
         let raw = RawHandle {
+            // `seal_cell` computes it.
             seal: 0,
             tag: TAG_HANDLE,
             served_by,
@@ -772,10 +773,11 @@ impl Handle {
 }
 
 impl Request {
-    /// Encodes the request in progress into a cell, a record of fixed size that begins with its seal. A request that is
-    /// no append has the offset 0.
+    /// Encodes the request in progress into a cell, a record of 128 bytes. Its first word is the seal, the checksum of
+    /// the rest. A request that is no append has the offset 0.
     pub fn encode(&self) -> CellBytes {
         let raw = RawRequest {
+            // `seal_cell` computes it.
             seal: 0,
             tag: TAG_REQUEST,
             appends: self.append_offset.is_some().into(),
@@ -795,7 +797,7 @@ impl Request {
 }
 
 impl Transaction {
-    /// Encodes the transaction into a cell, a record of fixed size that begins with its seal.
+    /// Encodes the transaction into a cell, a record of 128 bytes. Its first word is the seal, the checksum of the rest.
     pub fn encode(&self) -> CellBytes {
         let (owner, pid, start_ticks) = match self.owner {
             TransactionOwner::Unowned => (OWNER_NONE, 0, 0),
@@ -803,6 +805,7 @@ impl Transaction {
             TransactionOwner::Connection => (OWNER_CONNECTION, 0, 0),
         };
         let raw = RawTransaction {
+            // `seal_cell` computes it.
             seal: 0,
             tag: TAG_TRANSACTION,
             owner,
@@ -838,9 +841,10 @@ impl UndoneScope {
 }
 
 impl FileLock {
-    /// Encodes the file lock into a cell, a record of fixed size that begins with its seal.
+    /// Encodes the file lock into a cell, a record of 128 bytes. Its first word is the seal, the checksum of the rest.
     pub fn encode(&self) -> CellBytes {
         let raw = RawFileLock {
+            // `seal_cell` computes it.
             seal: 0,
             tag: TAG_FILE_LOCK,
             kind: self.kind,

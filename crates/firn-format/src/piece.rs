@@ -207,7 +207,8 @@ static CHECKSUM_CHANGES: [[u32; 256]; 4] = compute_checksum_changes();
 /// Number of bytes after the length that the checksum covers: the generation.
 const BYTES_AFTER_LENGTH: usize = 8;
 
-/// Computes [`CHECKSUM_CHANGES`] by shifting each value through the remaining bits of the message.
+/// Computes [`CHECKSUM_CHANGES`]: for each byte of the length and each value of the byte, how the checksum differs from
+/// that of length 0. The value is shifted through the rest of the message, as by a CRC without a table.
 const fn compute_checksum_changes() -> [[u32; 256]; 4] {
     /// CRC32C, reflected (RFC 3720, appendix B.4).
     const POLYNOMIAL: u32 = 0x82f6_3b78;
@@ -218,7 +219,9 @@ const fn compute_checksum_changes() -> [[u32; 256]; 4] {
         while value < 256 {
             let mut sum = value as u32;
             let mut bit = 0;
+            // The rest of the message: this byte, the higher bytes of the length, and the bytes after the length.
             while bit < 8 * (4 - byte + BYTES_AFTER_LENGTH) {
+                // The subtraction gives a mask of ones if the lowest bit is set, else 0.
                 sum = (sum >> 1) ^ (POLYNOMIAL & 0u32.wrapping_sub(sum & 1));
                 bit += 1;
             }
@@ -254,6 +257,8 @@ impl RawPiece {
         if self.seal == dead_seal(generation) {
             return Ok(CheckedPiece::Dead);
         }
+        // The file word has the upper bits of the sequence, and the position word the lower ones. The seal has the
+        // checksum and the length.
         let sequence_high = self.file_word >> FILE_BITS;
         let sequence_low = self.position_word & u64::from(u32::MAX);
         let piece = Piece {

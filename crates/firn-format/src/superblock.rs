@@ -184,14 +184,14 @@ fn decode_geometry(page: &[u8; SUPERBLOCK_BYTES]) -> Result<Geometry, FormatErro
     Ok(geometry)
 }
 
-/// Stores a path after its length. A path of more than `len_max` bytes is cut.
+/// Stores a path after its length, which takes 4 bytes. A path of more than `len_max` bytes is cut.
 fn put_path(page: &mut [u8], offset: usize, path: &[u8], len_max: usize) {
     let stored_path = &path[..path.len().min(len_max)];
     put_u32(page, offset, stored_path.len() as u32);
     put(page, offset + 4, stored_path);
 }
 
-/// Reads a path after its length. Fails if it is longer than `len_max`.
+/// Reads a path after its length, which takes 4 bytes. Fails if it is longer than `len_max`.
 fn read_path(page: &[u8], offset: usize, len_max: usize) -> Result<Vec<u8>, FormatError> {
     let len = read_u32(page, offset) as usize;
     if len > len_max {

@@ -316,8 +316,9 @@ impl<M: Medium> Journal<M> {
         }
     }
 
-    /// Replays a journal and opens it for appending. Takes a snapshot at once: it writes the state to the other half,
-    /// which leaves out a torn tail and damaged records.
+    /// Replays a journal and opens it for appending. Returns the journal, and the replay with the damage that it found.
+    ///
+    /// Takes a snapshot at once: the state is written to the other half, without a torn tail and damaged records.
     pub fn open(medium: M) -> (Self, Replay) {
         let replayed = replay(&medium);
         let half_bytes = medium.len() / 2;
@@ -333,6 +334,7 @@ impl<M: Medium> Journal<M> {
             reserved: [STEP.min(half_bytes); 2],
             unchecked_bytes: 0,
         };
+        // The active half has memory at least up to its end, because its records were stored there.
         journal.reserved[journal.half] = replayed.end.max(STEP.min(half_bytes));
         // A damaged header is repaired before the other half is cleared, because the other half may have the only valid
         // header.

@@ -277,9 +277,11 @@ impl<T> Turns<T> {
         }
     }
 
-    /// Takes the next file to write: the file of the present turn if it has more to write, else the file of the next
-    /// turn. (In its turn, a file is the only one that is written.) Returns `None` if there is none, or if writes of
-    /// the present turn must end first.
+    /// Takes the next file to write. Files take turns, and in its turn a file is the only one that is written. This is
+    /// the file of the present turn if it is in line again, else the file of the next turn.
+    ///
+    /// Returns `None` if no file is in line, or if writes of the present turn must end first. `runs` says whether such
+    /// writes are under way. A file is awaited if a caller waits for its drain, as in fsync(2).
     fn pop(&mut self, runs: RunsUnderWay) -> Option<Arc<T>> {
         if let Some(turn) = &mut self.turn {
             // A long turn that no caller waits for yields to awaited files.

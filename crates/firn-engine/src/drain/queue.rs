@@ -1,4 +1,5 @@
-//! Drain queue of one lane (one I/O server): which files have bytes to write, and when to check the other files.
+//! Drain queue of one lane (one I/O server): which files have pending bytes (in memory only) to write now, and when to
+//! check the other files.
 //!
 //! Files stand in line ([`Line`]). Besides the line there are two lists: files whose drain failed, with the time of the
 //! next try, and files with few pending bytes, with the time at which these bytes are old.

@@ -116,7 +116,8 @@ impl<B: Backing> Drainer<B> {
         }
     }
 
-    /// Queues the files whose time has come, and takes the next file in line.
+    /// Queues the files that are due, for a retry after a failure or because of the age of their data, and takes the
+    /// next file in line. Returns `None` if no file can be written now.
     fn next_file(&self, lane: LaneIndex, leaves_hung_file: bool) -> Option<Arc<File<B>>> {
         let queue = self.drain.queue(lane);
         let now = Instant::now();
@@ -218,8 +219,9 @@ impl<B: Backing> Drainer<B> {
             .or_else(|| self.next_parts_from(state, limits, 0))
     }
 
-    /// Searches the pending bytes of a file from `start` on for the parts of the next write. Bytes that are being
-    /// written or unreadable end a candidate. Returns `None` if no candidate is worth a write.
+    /// Searches the pending bytes of a file from `start` on for the parts of the next write. Collects parts into a
+    /// candidate for one write. A part that does not fit, is being written already or is unreadable ends the candidate.
+    /// Returns the first candidate that is worth a write, or `None`.
     fn next_parts_from(
         &self,
         state: &FileState<B>,
