@@ -16,7 +16,7 @@
 //! * Each call answers or fails within a bounded time, so a long queue can be distinguished from a dead service. (A
 //!   single `/v3/lock/lock` call would be answered only at the head of the queue, and its timeout would lose the
 //!   place.)
-//! * A lane that has nothing to write sends no requests and renews no lease.
+//! * A host that has nothing to write to a lane gives the token back. It then sends no requests and renews no lease.
 //! * No answer is trusted beyond its size limit. An answer that etcd would not send is an error.
 
 mod client;

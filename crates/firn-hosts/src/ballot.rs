@@ -1,13 +1,15 @@
-//! A ballot: one decision of several hosts, from the first host that joins to the removal of its directory. After the
-//! decision the hosts share the work that follows from it.
+//! Lets several hosts take one decision, which is the same for all of them, and share the work that follows from it. The
+//! hosts have only a directory in common, and any of them may die at any time.
 //!
 //! Terms
-//! * A *participant* is a host that takes part in the decision.
+//! * A *ballot* is one such decision, from the first host that joins to the removal of its directory.
+//! * A *participant* is a host that takes part in the decision. It counts until it leaves, even if it dies before
+//!   (*Kept*), or only while it is alive (*Living*). The caller chooses one of these two kinds.
 //! * A *unit* is a part of the work, which one host does. Units are in *stages*, one after the other.
 //! * A *claim* gives a unit to one host.
 //! * A file is *put once* if the first host creates it and no host changes it.
 //!
-//! The hosts have only a shared directory in common. They decide by creating these files in it:
+//! The hosts decide by creating these files in the directory:
 //!
 //! ```text
 //! in-HOST        the host takes part; the file holds what it brings

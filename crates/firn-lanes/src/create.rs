@@ -417,6 +417,7 @@ impl<B: Backing> Lanes<B> {
         let target = lane_of_file.target_of(&entry);
         // The link is created first. If the creation is interrupted, the next mount finds the file by this link.
         let (link, link_attr) = self.primary.symlink(owner, staging, &entry, &target)?;
+        // The file gets this attribute, which names the link.
         let mark = self.expected_mark(&link_attr);
         let is_creation_finished = Arc::new(AtomicBool::new(false));
         attempts.in_progress.push(Attempt {

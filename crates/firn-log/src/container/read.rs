@@ -345,8 +345,9 @@ impl<B: Backing> Container<B> {
         Ok(ListStatus::Open)
     }
 
-    /// Decides how a program reads block number `block` of a change; a block has one checksum. Returns `None` if the
-    /// list must end before the block.
+    /// Decides how a program that has the list gets the bytes of block number `block` of a change: from the log's file,
+    /// from firnd after a check, or by a read through the mount. A block is a part of a log with one checksum, which is
+    /// compared before a program reads another host's bytes. Returns `None` if the list must end before the block.
     fn list_block(
         &self,
         backing: &B,
