@@ -476,8 +476,8 @@ impl<B: Backing> Container<B> {
         Err(Errno::IO)
     }
 
-    /// Finds from where each byte of the file comes (a log, the plain file, a hole), for the next range of `walk`. Returns
-    /// segments: ranges with one source each. The list is empty at the end of the walk or of the file.
+    /// Finds from where each byte of the file comes (a log, the plain file, a hole), for the next range of `walk`.
+    /// Returns segments: ranges with one source each. The list is empty at the end of the walk or of the file.
     ///
     /// The changes of bytes are in the resolver (recent ones, in memory) and in the tables (older ones, in files). The
     /// range is halved until its pieces fit in memory. After a range with few pieces the next one is twice as long.

@@ -277,7 +277,8 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         self.vote_dir().dir()
     }
 
-    /// Registers this host as a writer. Returns false if the container accepts no new writers.
+    /// Registers this host as a writer, which keeps other hosts from ending the container. Returns false if the
+    /// container accepts no new writers.
     pub fn begin_writing(&self) -> Result<bool> {
         Ok(self.ballot.join(b"")? == Joined::Yes)
     }
@@ -287,8 +288,8 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         self.ballot.withdraw()
     }
 
-    /// Decides for all hosts which bytes of the container count: puts the seal, or finds that of another host. From then
-    /// on this host reads the container by the seal. Returns false, without a seal, if a writer is registered that
+    /// Decides for all hosts which bytes of the container count: puts the seal, or finds that of another host. From
+    /// then on this host reads the container by the seal. Returns false, without a seal, if a writer is registered that
     /// `is_alive` reports as alive.
     ///
     /// `inode` is the plain file, the ordinary file into which the bytes are copied later. It is not changed here.

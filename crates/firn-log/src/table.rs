@@ -481,9 +481,9 @@ impl<B: Backing> Table<B> {
         Ok(None)
     }
 
-    /// Returns where the last visible byte of this table ends in the file. The length of the file follows from these ends.
-    /// `limits` say which bytes later cuts of the file hide. Returns `None` if blocks must be read to find the end; then
-    /// [`Table::compute_end`] does that.
+    /// Returns where the last visible byte of this table ends in the file. The length of the file follows from these
+    /// ends. `limits` say which bytes later cuts of the file hide. Returns `None` if blocks must be read to find the
+    /// end; then [`Table::compute_end`] does that.
     pub(crate) fn end(&self, limits: Option<&LimitList>) -> Option<u64> {
         let Directory {
             first, last, end, ..

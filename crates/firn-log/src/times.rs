@@ -159,8 +159,8 @@ pub(crate) fn add<B: Backing>(
     }
 }
 
-/// Gives a file its right modification time, after its logs were copied into it: calls `set_time` with the last recorded
-/// time, and then records `end`. No time is recorded after that. `set_time` sets the file's time durably.
+/// Gives a file its right modification time, after its logs were copied into it: calls `set_time` with the last
+/// recorded time, and then records `end`. No time is recorded after that. `set_time` sets the file's time durably.
 ///
 /// A record is a numbered link in `dir`, the directory with the file's logs. `known_number` is the number of a record
 /// that exists.

@@ -498,9 +498,9 @@ impl<B: Backing> LogBacking<B> {
         Ok(())
     }
 
-    /// Searches for containers (directories with a file's logs) whose file is gone. Removes those that a host had marked
-    /// for removal, unless a live host is at work on them. Returns the names of the removed ones, of those that still
-    /// wait, and of those that no host had marked.
+    /// Searches for containers (directories with a file's logs) whose file is gone. Removes those that a host had
+    /// marked for removal, unless a live host is at work on them. Returns the names of the removed ones, of those that
+    /// still wait, and of those that no host had marked.
     fn search_orphans(&self, scope: SearchScope) -> Result<Orphans> {
         let search = OrphanSearch {
             backing: &self.below,
