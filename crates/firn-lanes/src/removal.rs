@@ -179,8 +179,8 @@ impl<B: Backing> Lanes<B> {
     fn complete_unlink(&self, pending: PendingUnlink<B>) -> Result<()> {
         let name_count = self.primary.attr(&pending.placed.link)?.nlink;
         if !pending.is_staged {
-            // The name was not the last one before the call. However, another host or thread may have removed the other
-            // names since.
+            // The name was not the last one before the call, so the link got no further name in the staging directory.
+            // However, another host or thread may have removed the other names since.
             if name_count == 0 {
                 // The directories of these names are not known, so the whole primary is synced. Otherwise, a power loss
                 // could bring back a name whose file is already removed. Where syncfs(2) has no effect, the directories
