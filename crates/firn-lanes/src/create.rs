@@ -1,4 +1,4 @@
-//! Creates placed files.
+//! Creates files whose data goes to one of several directories, each on its own server.
 //!
 //! Terms
 //! * The *primary* is the directory with all names. A *lane* is another directory, on its own server, with the data of

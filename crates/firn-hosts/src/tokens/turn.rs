@@ -339,6 +339,7 @@ impl TokenMachine {
         let Phase::Without(without) = &mut self.phase else {
             return Step::Sleep(None);
         };
+        // The queue was long, so the lane has kept its place there while it writes.
         if without.is_queued {
             if now < without.next_request_at {
                 return Step::Sleep(Some(without.next_request_at - now));
