@@ -381,8 +381,9 @@ impl<B: Backing> Container<B> {
         self.own_bytes.load(Ordering::Relaxed)
     }
 
-    /// Sets the length of the file, while other hosts may write. A cut does not hide writes that this host has not
-    /// seen. If the file has that length already, nothing is recorded.
+    /// Sets the length of the file, while other hosts may write. A shorter length is recorded as a cut, which hides
+    /// only writes that this host has seen, and a longer one as a growth. If the file has that length already, nothing
+    /// is recorded.
     pub fn set_len(&self, backing: &B, len: u64) -> ChangeResult {
         let seen = self.refresh_before_resize(backing)?;
         if len >= self.len() {

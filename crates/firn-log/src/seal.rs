@@ -299,7 +299,7 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         unit_bytes: u64,
         is_alive: &dyn Fn(&str) -> Result<bool>,
     ) -> Result<bool> {
-        // After this call, no new writer can register. The result is the next step of the decision.
+        // With a result of `Decide` or `Decided`, no living host writes, and no new writer can register.
         match self.ballot.close(is_alive)? {
             DecisionStep::Close | DecisionStep::Wait(_) => return Ok(false),
             DecisionStep::Decide => self.decide(inode, unit_bytes)?,

@@ -81,7 +81,7 @@ impl ProgramOfSite {
         let arguments = [self.servers[lane].clone(), OsString::from("."), name];
         run_program(&self.program, &arguments, |command| {
             command.current_dir(&directory);
-            // Only root can change the user. Another user's firnd runs the program as itself.
+            // Only root can change the user. Without root, the program runs as the user of this process.
             if rustix::process::geteuid().is_root() && caller.uid != 0 {
                 command.uid(caller.uid).gid(caller.gid);
             }

@@ -477,7 +477,7 @@ impl<B: Backing> LogBacking<B> {
 
     /// Finishes removals of files that dead hosts began: removes the containers (directories with logs) of the removed
     /// files, and half-removed containers. Searches only if a host has died since the last search, or if that search
-    /// left a removal that waits for a live host.
+    /// left a removal that could not be finished yet.
     pub fn end_removals(&self) -> Result<()> {
         let dead_hosts = self.find_dead_hosts()?;
         if self.dead_hosts.lock().as_ref() == Some(&dead_hosts) {
