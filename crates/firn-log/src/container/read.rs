@@ -275,6 +275,7 @@ impl<B: Backing> Container<B> {
         range: Range<u64>,
         located: &mut LocatedList,
     ) -> Result<ListStatus> {
+        // The list may be full soon.
         let mut walk = Walk::with_short_steps(range);
         let mut changes = BTreeMap::new();
         loop {
@@ -534,7 +535,9 @@ impl<B: Backing> Container<B> {
         Ok(())
     }
 
-    /// Reads pieces that lie near each other in one log. Reads ahead if the pieces continue the last read of that log.
+    /// Reads pieces that lie near each other in one log into their buffers, with one call. Reads ahead if the pieces
+    /// continue the last read of that log: a *window*, the bytes that were read last, stays in memory for the next
+    /// read.
     fn read_group(
         &self,
         backing: &B,
