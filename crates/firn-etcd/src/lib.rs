@@ -1,5 +1,7 @@
-//! Tokens as keys in etcd. A *token* is a lock that lets one host at a time write to a *lane*: one I/O server of a
-//! directory that hosts share, or the subdirectory on that server.
+//! A lock for several hosts, made of a queue of keys in etcd.
+//!
+//! The lock is a *token*: it lets one host at a time write to a *lane*, which is one I/O server of the shared file
+//! system. Each lane has one token, and one queue of keys. Each key is a host that has the token or wants it:
 //!
 //! ```text
 //! firn/GROUP/lane-0/694d…01   first of the queue: has the token    value: name of its host
@@ -7,13 +9,14 @@
 //! ```
 //!
 //! A host that wants the token creates its own key under the lane, attached to a lease of etcd. Keys are ordered by
-//! their creation. If a host dies, its lease ends, and etcd removes its key.
+//! their creation. A host that does not need the token any more removes its key, and the next host has the token. If a
+//! host dies, its lease ends after a few seconds, and etcd removes its key.
 //!
 //! Promises
 //! * Each call answers or fails within a bounded time, so a long queue can be distinguished from a dead service. (A
 //!   single `/v3/lock/lock` call would be answered only at the head of the queue, and its timeout would lose the
 //!   place.)
-//! * A lane that has nothing to write sends no requests and renews no lease.
+//! * A host that has nothing to write to a lane gives the token back. It then sends no requests and renews no lease.
 //! * No answer is trusted beyond its size limit. An answer that etcd would not send is an error.
 
 mod client;
@@ -56,7 +59,7 @@ pub struct EtcdService {
     key: Option<String>,
 }
 
-/// A lease of etcd. When it ends, etcd removes the keys that are attached to it.
+/// A lease of etcd, which its holder must renew in time. When it ends, etcd removes the keys that are attached to it.
 struct Lease {
     id: i64,
     ttl: Duration,

@@ -1,13 +1,15 @@
-//! A ballot: one decision of several hosts, from the first host that joins to the removal of its directory. After the
-//! decision the hosts share the work that follows from it.
+//! Lets several hosts take one decision, which is the same for all of them, and share the work that follows from it.
+//! The hosts have only a directory in common, and any of them may die at any time.
 //!
 //! Terms
-//! * A *participant* is a host that takes part in the decision.
+//! * A *ballot* is one such decision, from the first host that joins to the removal of its directory.
+//! * A *participant* is a host that takes part in the decision. It counts until it leaves, even if it dies before
+//!   (*Kept*), or only while it is alive (*Living*). The caller chooses one of these two kinds.
 //! * A *unit* is a part of the work, which one host does. Units are in *stages*, one after the other.
 //! * A *claim* gives a unit to one host.
 //! * A file is *put once* if the first host creates it and no host changes it.
 //!
-//! The hosts have only a shared directory in common. They decide by creating these files in it:
+//! The hosts decide by creating these files in the directory:
 //!
 //! ```text
 //! in-HOST        the host takes part; the file holds what it brings
@@ -262,9 +264,11 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
         self.dir.read(&format!("{JOINED}{host}"))
     }
 
-    /// Joins the ballot with `bytes`.
+    /// Makes this host a participant of the ballot; `bytes` are what it brings for the others to read. Returns
+    /// [`Joined::Over`] if it came too late: the ballot is closed or decided, or its directory is being removed.
     ///
-    /// Returns [`Joined::Over`] if the ballot is over or its directory is removed at the same time.
+    /// The host puts its file first and then looks whether the ballot is still open, so that it is not missed by a host
+    /// that closes the ballot or decides at the same time.
     pub fn join(&self, bytes: &[u8]) -> Result<Joined, Errno> {
         // With `Living`, a host brings nothing that other hosts have to see, so it puts its file at once.
         let mut is_open = P::PRESENCE == Participation::Living || self.is_open()?;
@@ -311,7 +315,8 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
         }
     }
 
-    /// Closes the ballot to new participants.
+    /// Closes the ballot to new participants, unless a living host takes part. Returns what the caller must do next:
+    /// `Wait` for these living hosts, `Decide`, or nothing if there is a decision (`Decided`).
     ///
     /// After a result of `Decide` or `Decided`, no host that `is_living` accepts takes part, and no host can join.
     /// The function accepts a damaged decision file.
@@ -331,6 +336,7 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
                 }
             }
             match next_decision(&view, living) {
+                // A host may have joined just before `closing` was put, so the directory is read again.
                 DecisionStep::Close => self.dir.put_once(CLOSING, b"").map(drop)?,
                 step => return Ok(step),
             }
@@ -345,10 +351,12 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
         self.decision()
     }
 
-    /// Does the work of a decision, as far as other hosts allow.
+    /// Does this host's share of the work that follows from a decision. Returns `Done` when the work of all hosts is
+    /// done, and `Waits` when all that is left must be done by other hosts, or after them.
     ///
-    /// `work` does one unit. The unit may have been begun before, by an earlier process of this host or by another
-    /// host that has died.
+    /// The work consists of units. A host claims a unit, so that no other host does it at the same time, and `work` then
+    /// does it. The unit may have been begun before, by an earlier process of this host or by another host that has
+    /// died.
     pub fn carry_out<E: From<Errno>>(
         &self,
         mut work: impl FnMut(&Unit) -> Result<(), E>,
@@ -368,9 +376,11 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
                 Action::Claim(unit) => self.claim(&unit, &mut locks)?,
                 Action::Work(unit) => {
                     work(&unit)?;
+                    // The unit is marked as done before its claim ends, so no other host does it again.
                     self.dir.put_once(&unit.done_file(), b"")?;
                     locks.own_claim = None;
                 }
+                // These actions come only after all work. The caller leaves or removes the ballot.
                 Action::Leave
                 | Action::ClaimRemoval
                 | Action::Retire
@@ -392,6 +402,7 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
         let mut locks = Locks::none();
         match self.lock_claim(WHOLE, &mut locks) {
             Ok(()) => {}
+            // Another host has removed the directory.
             Err(Errno::NOENT | Errno::STALE) => return Ok(ExclusiveWork::Gone),
             Err(errno) => return Err(errno.into()),
         }

@@ -332,14 +332,16 @@ impl<B: Backing> ExaminedLease<B> {
             return verdict(Life::Dead, Evidence::Lock);
         }
         let Some(age) = clock.age(self) else {
-            // The heartbeat may be young, but nothing proves it.
+            // The age is unknown: the heartbeat may be young, but nothing proves it.
             return verdict(Life::Silent, clock.evidence);
         };
         if age < STALE_AFTER {
             verdict(Life::Alive, clock.evidence)
         } else if self.is_locked {
+            // The process exists, because it holds the lock, but it is stopped or its backing hangs.
             verdict(Life::Silent, clock.evidence)
         } else if do_locks_reach {
+            // This host would see the lock of a living one.
             verdict(Life::Dead, Evidence::Lock)
         } else if age < self.stale_after() {
             verdict(Life::Silent, clock.evidence)

@@ -1,4 +1,4 @@
-//! Creates placed files.
+//! Creates files whose data goes to one of several directories, each on its own server.
 //!
 //! Terms
 //! * The *primary* is the directory with all names. A *lane* is another directory, on its own server, with the data of
@@ -417,6 +417,7 @@ impl<B: Backing> Lanes<B> {
         let target = lane_of_file.target_of(&entry);
         // The link is created first. If the creation is interrupted, the next mount finds the file by this link.
         let (link, link_attr) = self.primary.symlink(owner, staging, &entry, &target)?;
+        // The file gets this attribute, which names the link.
         let mark = self.expected_mark(&link_attr);
         let is_creation_finished = Arc::new(AtomicBool::new(false));
         attempts.in_progress.push(Attempt {

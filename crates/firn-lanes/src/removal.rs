@@ -174,13 +174,14 @@ impl<B: Backing> Lanes<B> {
         }
     }
 
-    /// Completes a removal whose call has removed the name. If that was the last name, the file now waits for a common
-    /// sync of several removals.
+    /// Completes the removal of a name of a placed file (one with its data in a lane), after the call has removed the
+    /// name. If that was the last name, the file now waits for a sync that serves several removals, and is then removed
+    /// from its lane. Until then its symbolic link has a name in the staging directory (it is *staged*).
     fn complete_unlink(&self, pending: PendingUnlink<B>) -> Result<()> {
         let name_count = self.primary.attr(&pending.placed.link)?.nlink;
         if !pending.is_staged {
-            // The name was not the last one before the call. However, another host or thread may have removed the other
-            // names since.
+            // The name was not the last one before the call, so the link got no further name in the staging directory.
+            // However, another host or thread may have removed the other names since.
             if name_count == 0 {
                 // The directories of these names are not known, so the whole primary is synced. Otherwise, a power loss
                 // could bring back a name whose file is already removed. Where syncfs(2) has no effect, the directories
@@ -190,6 +191,7 @@ impl<B: Backing> Lanes<B> {
             }
             return Ok(());
         }
+        // One of the names is that in the staging directory.
         let has_other_name = name_count > 1;
         if has_other_name {
             // The call renamed the name onto itself, or another host created a further name.

@@ -120,9 +120,13 @@ impl Rule {
         self.lanes
     }
 
-    /// Returns the lane (the number of a directory or server for data) of a new file with this name, and the reason. If
-    /// the directory is not known yet, calls `count_files`, which returns the number of the directory's files on each
-    /// lane.
+    /// Chooses the lane (the number of a directory or server for data) of a new file, and returns it with the reason:
+    /// 1. the lane of the first line in the configuration whose pattern matches the name,
+    /// 2. the lane that the numbers in the path and the name determine, unless it has far more than its share of the
+    ///    directory's files,
+    /// 3. the lane with the fewest files of the directory.
+    ///
+    /// If the files of the directory were not counted yet, `count_files` returns their number on each lane.
     pub fn choose(
         &self,
         parent: Parent,
@@ -146,6 +150,7 @@ impl Rule {
         {
             return (lane, reason);
         }
+        // If several lanes have equally few files, they take turns.
         let turn = self.turn.fetch_add(1, Ordering::Relaxed);
         (dirs.emptiest(dir, self.lane_of_turn(turn)), Reason::Balance)
     }

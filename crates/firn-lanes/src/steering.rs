@@ -48,7 +48,8 @@ pub trait Driver: Debug + Send + Sync {
 pub struct Created {
     /// The file, open for reading and writing.
     pub file: OwnedFd,
-    /// Whether the file system accepted the lane.
+    /// `Ok` if the file is on the server of the lane. Otherwise the reason why it is not: the file system has then
+    /// chosen a server itself.
     pub acceptance: std::result::Result<(), Refusal>,
 }
 

@@ -50,8 +50,9 @@ impl<B: Backing> Appender<B> {
         }
     }
 
-    /// Appends `bytes` to the file and returns their position, after this or another thread has written the batch that
-    /// has them. After an error they do not count, and the next bytes take their place.
+    /// Appends `bytes` to the file and returns their position. Threads that append at the same time share a write:
+    /// their bytes are collected in a batch, and one of the threads writes it for all. The call returns when the batch
+    /// is written. After an error its bytes do not count, and the next batch takes their place.
     pub(crate) fn append(&self, backing: &B, bytes: &[u8]) -> Result<u64> {
         let mut state = self.state.lock();
         let offset_in_batch = state.next_bytes.len() as u64;
@@ -97,7 +98,7 @@ impl<B: Backing> Appender<B> {
     pub(crate) fn sync(&self, backing: &B) -> Result<bool> {
         let appended_end = {
             let state = self.state.lock();
-            // Bytes before `clean_end` need no sync.
+            // Bytes before `clean_end` need no sync: they are durable, or only note what is durable.
             if state.end <= state.clean_end {
                 return Ok(false);
             }

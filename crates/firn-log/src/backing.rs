@@ -745,6 +745,7 @@ impl<B: Backing> LogBacking<B> {
         let Some(FileLosingName { inode, id }) = file_losing_name else {
             return outcome;
         };
+        // Another host may have made the first container of the file during the removal.
         let refreshed = self.refresh_listing();
         let known_file = {
             let mut files = self.files.lock();

@@ -381,8 +381,9 @@ impl<B: Backing> Container<B> {
         self.own_bytes.load(Ordering::Relaxed)
     }
 
-    /// Sets the length of the file, while other hosts may write. A cut does not hide writes that this host has not
-    /// seen. If the file has that length already, nothing is recorded.
+    /// Sets the length of the file, while other hosts may write. A shorter length is recorded as a cut, which hides
+    /// only writes that this host has seen, and a longer one as a growth. If the file has that length already, nothing
+    /// is recorded.
     pub fn set_len(&self, backing: &B, len: u64) -> ChangeResult {
         let seen = self.refresh_before_resize(backing)?;
         if len >= self.len() {
@@ -476,11 +477,11 @@ impl<B: Backing> Container<B> {
         Err(Errno::IO)
     }
 
-    /// Returns the segments (ranges with one source each) of the next step of the walk (a search in steps), by the
-    /// indexes (lists of changes) and tables (their sorted parts) in use.
+    /// Finds from where each byte of the file comes (a log, the plain file, a hole), for the next range of `walk`.
+    /// Returns segments: ranges with one source each. The list is empty at the end of the walk or of the file.
     ///
-    /// A step with more pieces than memory has space for is halved until it fits. After a step with few pieces the next
-    /// one is twice as long.
+    /// The changes of bytes are in the resolver (recent ones, in memory) and in the tables (older ones, in files). The
+    /// range is halved until its pieces fit in memory. After a range with few pieces the next one is twice as long.
     fn try_next_segments(&self, backing: &B, walk: &mut Walk) -> TableResult<Vec<Segment>> {
         loop {
             let mut range = walk.next_range();

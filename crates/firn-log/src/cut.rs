@@ -31,11 +31,15 @@ pub struct Limit {
 pub struct LimitList(Vec<Limit>);
 
 impl LimitList {
-    /// Adds a limit, which is the effect of a cut: frames that begin before `until` count only up to `len`. Removes
-    /// limits that have no effect beside it. The list stays sorted by `until` and by `len`.
+    /// Adds the effect of a cut (a change that shortens the file) on one index, the list of a host's changes. The cut
+    /// hides only changes that its host had seen: frames (entries) of the index that begin before `until`. They count
+    /// up to the length `len` from now on.
+    ///
+    /// Limits that have no effect beside the new one are removed. So the list stays sorted by `until` and by `len`.
     pub fn add(&mut self, limit: Limit) {
         let Limit { until, len } = limit;
         let end = self.0.partition_point(|known| known.until < until);
+        // The following limit applies to all frames of the new one. If it is not longer, it hides as much.
         let following = self.0.get(end);
         let has_no_effect = until == 0 || following.is_some_and(|following| following.len <= len);
         if has_no_effect {
@@ -96,11 +100,15 @@ pub struct Growth {
 pub struct GrowthList(Vec<Growth>);
 
 impl GrowthList {
-    /// Adds a growth, a change at `frame` that made the file longer, to `len`. Removes growths that have no effect
-    /// beside it. From one to the next, `frame` grows and `len` shrinks.
+    /// Adds a growth: a change at position `frame` of a host's index that made the file `len` bytes long without
+    /// writing bytes. A later cut hides it as it hides bytes.
+    ///
+    /// Growths that have no effect beside the new one are removed. So from one to the next, `frame` grows and `len`
+    /// shrinks.
     pub fn add(&mut self, growth: Growth) {
         let Growth { frame, len } = growth;
         let end = self.0.partition_point(|known| known.frame < frame);
+        // Each cut that hides the following growth hides the new one too.
         let following = self.0.get(end);
         let has_no_effect = following.is_some_and(|following| following.len >= len);
         if has_no_effect {

@@ -589,8 +589,11 @@ impl<B: Backing> LoggedFile<B> {
         }
     }
 
-    /// Reads from `offset`, from logs and the plain file, until `buf` is full or the file ends. Returns the number of
-    /// bytes read. Fails with EIO if other hosts move the bytes during each attempt.
+    /// Reads from `offset` until `buf` is full or the file ends, and returns the number of bytes read. The bytes are in
+    /// generations (directories with logs, the newest on top) and in the plain file below them.
+    ///
+    /// Other hosts may move the bytes of a generation to the plain file at any moment. The read is then tried again. It
+    /// fails with EIO if they do so during each attempt.
     pub(crate) fn read(
         &self,
         context: &LayoutContext<'_, B>,
@@ -608,6 +611,7 @@ impl<B: Backing> LoggedFile<B> {
                 Some(lowest) if lowest.stores_plain_bytes => 0,
                 _ => context.backing.attr_of_file_now(plain_file)?.size,
             };
+            // Each generation needs the length of the file below it.
             Self::set_lengths_below(&generations, plain_bytes);
             match read_stack(context.backing, &generations, plain_file, buf, offset) {
                 // The logs are removed: the bytes are in a lower generation or in the plain file now.
@@ -807,7 +811,8 @@ impl<B: Backing> LoggedFile<B> {
         })
     }
 
-    /// Returns whether this host's last change of the file, before it died, set the length to `len`.
+    /// Returns whether this host's last change of the file set the length to `len`. After the death of firnd, this
+    /// shows whether a change of the length that was under way has taken effect.
     pub(crate) fn was_set_to(&self, context: &LayoutContext<'_, B>, len: u64) -> Result<bool> {
         self.refresh(context)?;
         for generation in self.snapshot().iter().rev() {
@@ -1158,7 +1163,7 @@ impl<B: Backing> LoggedFile<B> {
     }
 
     /// Replaces a damaged or missing head of a container: the link that says what lies below it. Returns false if a
-    /// host is writing to the container.
+    /// host is writing to the container; then nothing is changed. A container that is gone needs no head (true).
     fn renew_head(
         &self,
         context: &LayoutContext<'_, B>,
@@ -1391,8 +1396,9 @@ impl<B: Backing> Generation<B> {
         }
     }
 
-    /// Finds what happened to the generation while an operation on it failed. `rejected_tables` is the number of tables
-    /// (sorted parts of indexes) that were found damaged before the operation.
+    /// Finds why an operation on the generation failed, so that the caller can decide whether to try it again: another
+    /// host may have ended the generation meanwhile, or a table (a sorted part of an index) is damaged and the index is
+    /// read instead. `rejected_tables` is the number of tables that were found damaged before the operation.
     fn find_failure_cause(
         &self,
         context: &LayoutContext<'_, B>,

@@ -85,8 +85,9 @@ const SEEN_BYTES_MAX: usize = BODY_BYTES_MAX / 2;
 const SEEN_ENTRY_BYTES_MAX: usize = 30;
 
 impl Cut {
-    /// Splits the cut into parts that each fit in a frame, an entry of an index. All parts have the same length of the
-    /// file.
+    /// Splits a cut (a change that shortens the file) into several cuts that each fit in a frame, an entry of an index.
+    /// A cut lists how far its host had read the index of each other host, so with many hosts it is longer than a frame
+    /// may be. All parts shorten the file to the same length, and each lists some of the hosts.
     pub(crate) fn split(self) -> Vec<Self> {
         let len = self.len;
         let empty_part = || Self {

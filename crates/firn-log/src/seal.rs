@@ -1,9 +1,15 @@
-//! Ends a container, a directory with the logs of all hosts for one file: closes it for writers, decides which bytes
-//! count (the *seal*), and copies them into the plain file (*flattening*).
+//! Moves the bytes of a file from the hosts' logs into the file itself, once no host writes to the logs any more.
 //!
-//! The hosts agree by a [`Ballot`], a decision by files that one host creates and the others find. Hosts that write are
-//! registered, and one host decides what counts. The decision is the seal. An *index* lists the changes of one host.
-//! Files of the ballot:
+//! Terms
+//! * The *plain file* is the ordinary file with the name.
+//! * A *container* is a directory with the logs of all hosts for this file. For each host, an *index* lists the host's
+//!   changes in order.
+//! * The *seal* says how many bytes of each index count. A change that is appended later does not count.
+//! * To *flatten* the container is to copy the bytes that count into the plain file.
+//!
+//! All hosts must use the same seal. So they make it by a [`Ballot`], a decision of several hosts that have only a
+//! directory in common: what the first host writes into a file counts for all. Here the directory is the container. A
+//! host that writes to the container takes part in its ballot, and the seal is the decision. Files of the ballot:
 //!
 //! ```text
 //! in-HOST      HOST is registered as a writer
@@ -17,7 +23,8 @@
 //! time-N       the file's modification time ([`crate::times`])
 //! ```
 //!
-//! Flattening has three stages: the cut, the copies of the parts, and the finish.
+//! Flattening has three stages: the cut of the plain file, the copies of its parts (ranges of equal length, which the
+//! hosts share), and the finish, which sets its length and time.
 //!
 //! Race: one host begins to write while another one ends the container. The writer puts `in-HOST` and then looks for
 //! `closing`. The ending host puts `closing` and then looks for `in-HOST`. So at least one of them sees the other, and
@@ -52,7 +59,7 @@ use crate::run::FILE_BYTES_MAX;
 use crate::writer::write_vectored;
 use crate::{tag, times};
 
-/// File in a container: the seal.
+/// File in a container: the seal, which is the decision of the container's ballot.
 pub(crate) const SEAL_NAME: &str = ballot::DECISION;
 /// Units of work that change the plain file as a whole.
 const CUT: &str = "cut";
@@ -270,7 +277,8 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         self.vote_dir().dir()
     }
 
-    /// Registers this host as a writer. Returns false if the container accepts no new writers.
+    /// Registers this host as a writer, which keeps other hosts from ending the container. Returns false if the
+    /// container accepts no new writers.
     pub fn begin_writing(&self) -> Result<bool> {
         Ok(self.ballot.join(b"")? == Joined::Yes)
     }
@@ -280,14 +288,18 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         self.ballot.withdraw()
     }
 
-    /// Seals the container of the plain file `inode`, and applies the seal. Returns false if a writer is registered
-    /// that `is_alive` reports as alive.
+    /// Decides for all hosts which bytes of the container count: puts the seal, or finds that of another host. From
+    /// then on this host reads the container by the seal. Returns false, without a seal, if a writer is registered that
+    /// `is_alive` reports as alive.
+    ///
+    /// `inode` is the plain file, the ordinary file into which the bytes are copied later. It is not changed here.
     pub fn seal(
         &self,
         inode: &B::Inode,
         unit_bytes: u64,
         is_alive: &dyn Fn(&str) -> Result<bool>,
     ) -> Result<bool> {
+        // With a result of `Decide` or `Decided`, no living host writes, and no new writer can register.
         match self.ballot.close(is_alive)? {
             DecisionStep::Close | DecisionStep::Wait(_) => return Ok(false),
             DecisionStep::Decide => self.decide(inode, unit_bytes)?,
@@ -298,7 +310,8 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         Ok(true)
     }
 
-    /// Puts a seal with the present lengths of the indexes, unless another host has put one.
+    /// Puts a seal with the present lengths of the indexes (lists of each host's changes), unless another host has put
+    /// one. The container is closed to writers by then.
     fn decide(&self, inode: &B::Inode, unit_bytes: u64) -> Result<()> {
         let index_lengths = self.container.sync_and_measure_indexes(self.backing)?;
         let mut seal = Seal::new(index_lengths, unit_bytes);
@@ -342,6 +355,7 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         }
         self.load_last_time(&names, plain_file)?;
         let parts = self.find_parts(&seal)?;
+        // Each of these parts is one unit of the work that the hosts share.
         self.ballot.protocol().parts.get_or_init(|| parts);
         let progress = self
             .ballot

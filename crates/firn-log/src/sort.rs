@@ -93,8 +93,9 @@ impl<B: Backing> Sorter<'_, B> {
         Ok(true)
     }
 
-    /// Merges the last tables (sorted parts) of an index, from the first one that is not much longer than all after it
-    /// together.
+    /// Merges the short tables (sorted parts) at the end of an index into one, so that readers have few tables to
+    /// search. Called when the host has ended writing. A table that is much longer than all after it together stays as
+    /// it is, and so do those before it.
     pub(crate) fn merge_final(&self, tables: &[Arc<Table<B>>]) -> Result<()> {
         let mut merged_bytes = 0u64;
         let mut first_merged = tables.len();

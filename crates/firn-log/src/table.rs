@@ -420,8 +420,8 @@ impl<B: Backing> Table<B> {
         key.writer == self.writer && self.part().contains(&key.frame)
     }
 
-    /// Adds the layers (changes, by their offsets) that have pieces in `range`. Returns false if there are more pieces
-    /// than allowed.
+    /// Adds this table's changes of bytes in `range` to `layers`; a layer is a part of one change. Returns false if the
+    /// range has more pieces than `layers` may hold. The caller then asks for a shorter range.
     pub(crate) fn collect(
         &self,
         backing: &B,
@@ -481,8 +481,9 @@ impl<B: Backing> Table<B> {
         Ok(None)
     }
 
-    /// Returns the end in the file of the bytes that `limits`, the effects of cuts, do not hide. Returns `None` if
-    /// blocks must be read to find it.
+    /// Returns where the last visible byte of this table ends in the file. The length of the file follows from these
+    /// ends. `limits` say which bytes later cuts of the file hide. Returns `None` if blocks must be read to find the
+    /// end; then [`Table::compute_end`] does that.
     pub(crate) fn end(&self, limits: Option<&LimitList>) -> Option<u64> {
         let Directory {
             first, last, end, ..
@@ -501,8 +502,9 @@ impl<B: Backing> Table<B> {
         is_for_same_limits.then_some(known_end.end)
     }
 
-    /// Computes the end in the file of the bytes that `limits`, the effects of cuts, leave visible, and stores it for
-    /// [`Table::end`].
+    /// Reads blocks of the table to find where its last visible byte ends in the file, and stores the result for
+    /// [`Table::end`]. `limits` say which bytes later cuts of the file hide. Without limits, or if the end is known
+    /// already, nothing is read.
     pub(crate) fn compute_end(&self, backing: &B, limits: Option<&LimitList>) -> TableResult<()> {
         let Some(limits) = limits else {
             return Ok(());
@@ -513,6 +515,7 @@ impl<B: Backing> Table<B> {
         let mut end = 0;
         for block in &self.directory.layers {
             let end_max = block.highest.min(limits.len_limit_at(block.last));
+            // The block has no byte beyond the end that was found so far.
             if end_max <= end {
                 continue;
             }
@@ -607,6 +610,7 @@ impl<B: Backing> Table<B> {
 /// Reads the directory of a table, the list of its blocks. Returns `None` if it is damaged or incomplete.
 fn load_directory<B: Backing>(backing: &B, file: &B::File) -> Result<Option<Directory>> {
     let file_bytes = backing.attr_of_file_now(file)?.size;
+    // The trailer is at the end of the file, and says how long the directory before it is.
     let Some(trailer_position) = file_bytes.checked_sub(TRAILER_BYTES) else {
         return Ok(None);
     };

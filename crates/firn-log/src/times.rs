@@ -1,10 +1,11 @@
-//! Time records: the modification time of a file while its logs are copied to the plain file.
+//! Keeps a file's modification time while its bytes are copied from logs into the file.
 //!
 //! The *plain file* is the ordinary file with the name. A *container* is a directory with the file's logs. To *flatten*
 //! it is to copy the bytes of the logs to the plain file.
 //!
-//! Flattening writes to the plain file, which changes the plain file's modification time. So the container records the
-//! time that the file has. The records are symbolic links, each made once and never changed:
+//! These copies are writes, so they change the plain file's modification time. The right time is therefore recorded in
+//! the container, and set when all bytes are copied. A record is a symbolic link whose text is the time. Links are used
+//! because one call makes a link with its text, and fails if another host has made it:
 //!
 //! ```text
 //! time-0       the time that the plain file had before it was flattened
@@ -112,7 +113,8 @@ fn create_record<B: Backing>(
     }
 }
 
-/// Records the plain file's time before any host flattens it. The next sync of the container makes the record durable.
+/// Makes the first time record in the container `dir`: the plain file's time before any host copies bytes into it. The
+/// next sync of the directory makes the record durable.
 pub(crate) fn record_first<B: Backing>(backing: &B, dir: &B::Inode, time: Time) -> Result<()> {
     // The record of another host may be there already, which counts.
     create_record(backing, dir, FIRST_NUMBER, Record::Time(time)).map(drop)
@@ -124,17 +126,19 @@ pub(crate) struct LastRecord {
     pub(crate) record: Record,
 }
 
-/// Records a time to which the file was set, durably, as a link in the container `dir`. Returns the last record.
-/// `first` is the number of an existing record, from which the search for a free number begins.
+/// Records that a program has set a file's modification time to `time`, so that a host that copies the file's logs into
+/// it sets this time at the end. Returns the last record. It is durable if this call has made it.
 ///
-/// If the last record is `end`, no record is made: later times go to the plain file alone.
+/// A record is a numbered link in `dir`, the directory with the file's logs. `known_number` is the number of a record
+/// that exists, if the caller knows one; the search for a free number begins there. If the last record is `end`, the
+/// copy is finished, and no record is made.
 pub(crate) fn add<B: Backing>(
     backing: &B,
     dir: &B::Inode,
-    first: Option<u64>,
+    known_number: Option<u64>,
     time: Time,
 ) -> Result<LastRecord> {
-    let mut number = first.unwrap_or(FIRST_NUMBER);
+    let mut number = known_number.unwrap_or(FIRST_NUMBER);
     let record = Record::Time(time);
     loop {
         if create_record(backing, dir, number, record)? {
@@ -155,16 +159,18 @@ pub(crate) fn add<B: Backing>(
     }
 }
 
-/// Sets the plain file's time to the last recorded time, and then records `end`, after which no time is recorded. A
-/// record is a link in the container `dir`, and `first` is the number of an existing one. `set_time` sets the plain
-/// file's time durably.
+/// Gives a file its right modification time, after its logs were copied into it: calls `set_time` with the last
+/// recorded time, and then records `end`. No time is recorded after that. `set_time` sets the file's time durably.
+///
+/// A record is a numbered link in `dir`, the directory with the file's logs. `known_number` is the number of a record
+/// that exists.
 pub(crate) fn finish<B: Backing>(
     backing: &B,
     dir: &B::Inode,
-    first: u64,
+    known_number: u64,
     set_time: &dyn Fn(Time) -> Result<()>,
 ) -> Result<()> {
-    let mut number = first;
+    let mut number = known_number;
     loop {
         // Another host has recorded `end`, or has removed the container.
         let Some(Record::Time(time)) = load(backing, dir, number)? else {

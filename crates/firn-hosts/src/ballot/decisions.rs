@@ -243,7 +243,8 @@ impl Waiting<String> {
     }
 }
 
-/// Returns the next action of the host `me`.
+/// Returns the next action of the host `me`, after it has read the state of the ballot from its directory as `view`.
+/// The host does that action, and reads again.
 pub fn next<H: Ord + Clone, P: Protocol>(
     view: &View<H, P::Decision>,
     me: &H,

@@ -439,9 +439,11 @@ impl<B: Backing> LockThread<B> {
         }
     }
 
-    /// Tries once to lock what a request wants: first among the programs of this host, then in the lock file, whose
-    /// locks exclude other hosts. Fails with ENOLCK if locks are not possible in this backing, or the lock cannot be
-    /// recorded.
+    /// Tries once to get the file lock that a program requests: first against the other programs of this host, then
+    /// against other hosts, by a lock of the same bytes in a lock file. `Busy` means that another program has a
+    /// conflicting lock, and `InDoubt` that locks may not be visible to all hosts yet. The caller tries again later.
+    ///
+    /// Fails with ENOLCK if locks are not possible in this backing, or the lock cannot be recorded.
     fn try_request(&mut self, request: &WaitingRequest) -> Result<LockTry, Errno> {
         let key = request.wanted.key();
         let WantedLock {
@@ -457,7 +459,8 @@ impl<B: Backing> LockThread<B> {
             if !do_locks_reach {
                 return Ok(LockTry::InDoubt);
             }
-            // A queue lock alone does not show that the file still has its name.
+            // Another host may have removed the lock file while this host held no lock in it. Locks in a removed file
+            // exclude no host.
             let must_check_name = lock.held.is_empty();
             if !self.try_in_backing(request, key)? {
                 return Ok(LockTry::Busy);
@@ -487,9 +490,9 @@ impl<B: Backing> LockThread<B> {
         is_current
     }
 
-    /// Tries to lock a range of the lock file for this host. Returns whether it is locked. If not, a request that waits
-    /// takes a place in the queue: it locks the same range at [`QUEUE_OFFSET`], which other hosts see. The lock file
-    /// must be open.
+    /// Tries to lock the wanted bytes in the lock file, against other hosts. Returns whether they are locked. If not, a
+    /// request that waits takes a place in the queue of hosts: it locks the same bytes at [`QUEUE_OFFSET`], where other
+    /// hosts see that it waits. The lock file must be open.
     fn try_in_backing(
         &mut self,
         request: &WaitingRequest,
@@ -501,6 +504,7 @@ impl<B: Backing> LockThread<B> {
         let call = |lock_request| map_lock_error(self.base.lock(&lock.file, lock_request));
         let bytes = bytes_in_lock_file(range);
         let queue_bytes = queue_bytes_in_lock_file(range);
+        // A host that is in the queue for these bytes goes first, for a limited time.
         let may_lock = !request.must_yield() || call(LockRequest::Test(queue_bytes, mode))?;
         if may_lock && call(LockRequest::Range(bytes, mode))? {
             return Ok(true);

@@ -189,7 +189,9 @@ where
     B::Inode: Send,
     B::File: Send,
 {
-    // A host locks the place of the next host first, and then the token.
+    /// Tries once to get the token, which is the lock of a file. A host first locks another file, the place of the next
+    /// host. If the token is not free, returns its holder and when to ask again. The locks that this host got so far
+    /// stay.
     fn ask(&mut self) -> Result<TokenReply, ServiceError> {
         let started_at = Instant::now();
         if self.try_lock_both()? {

@@ -241,6 +241,7 @@ impl TokenMachine {
     /// again. It hands each permit back after its write.
     pub(crate) fn enter(&mut self, now: Instant) -> Permit {
         match &mut self.phase {
+            // The keeper, another thread, requests the token now.
             Phase::Idle => {
                 self.start_waiting(now);
                 self.must_wake_keeper = true;
@@ -251,9 +252,11 @@ impl TokenMachine {
                 if now < until {
                     return Permit::Wait(until - now);
                 }
+                // The token did not come in time, so the lane writes without it.
                 self.continue_without(now);
                 Permit::Go(TokenUse::without_token())
             }
+            // This host has the token, and its turn lasts until the batch ends and another host waits.
             Phase::Held(held) if now < held.batch_ends || !held.is_awaited => {
                 self.uses += 1;
                 Permit::Go(TokenUse {
@@ -278,6 +281,7 @@ impl TokenMachine {
                 self.continue_without(now);
                 Permit::Go(TokenUse::without_token())
             }
+            // The lane writes without the token, and the keeper requests it again.
             Phase::Without(without) => {
                 without.wanted_at = now;
                 if !without.is_wanted {
@@ -335,6 +339,7 @@ impl TokenMachine {
         let Phase::Without(without) = &mut self.phase else {
             return Step::Sleep(None);
         };
+        // The queue was long, so the lane has kept its place there while it writes.
         if without.is_queued {
             if now < without.next_request_at {
                 return Step::Sleep(Some(without.next_request_at - now));
@@ -429,8 +434,11 @@ impl TokenMachine {
         self.limits.hold * 7 / 8
     }
 
-    /// Records that other hosts are ahead in the queue for the token. `position.holding` identifies the grant of the
-    /// present holder. If it differs from the last one, the token passes from host to host, and waiting is worthwhile.
+    /// Records the lock service's answer that other hosts are ahead in the queue for the token, and decides when the
+    /// keeper (the thread that requests the token) asks again.
+    ///
+    /// `position.holding` identifies the grant of the present holder. If it differs from the last one, the token passes
+    /// from host to host, and waiting is worthwhile.
     pub(crate) fn record_queued(&mut self, position: QueuePosition, now: Instant) {
         self.figures.holder = position.holder;
         // No write waits for this answer, and the service may be unreliable, so keep a minimum pause.

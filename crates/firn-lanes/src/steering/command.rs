@@ -1,7 +1,10 @@
-//! The driver for any other file system: a program that the site provides creates each new file on the chosen server. A
-//! *lane* is one server, by the name that the program understands.
+//! Creates each new file on a chosen server of the file system, by a program that the site provides.
+//!
+//! Other drivers know how one file system (Lustre, MooseFS) is told the server. This one is for all others: the
+//! administrator of the site writes the program. A *lane* is one server, by the name that the program understands.
 //!
 //! The program runs as the owner of the file, in the file's directory. It can therefore do only what the owner may do.
+//! If it fails, the file is created without a choice of the server.
 
 use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
@@ -65,18 +68,20 @@ impl ProgramOfSite {
         }
     }
 
-    /// Runs the program of the site as `caller`, to create the file `new` in this lane, a server.
+    /// Runs the configured program as the user `caller`. It must create the file `new` on the server of this lane.
     fn run(
         &self,
         caller: &Caller,
         new: &NewFile<'_>,
         lane: usize,
     ) -> std::result::Result<(), ProgramError> {
+        // The directory by its descriptor: its path may have changed since it was opened.
         let directory = format!("/proc/{}/fd/{}", std::process::id(), new.parent.as_raw_fd());
         let name = new.name.to_owned();
         let arguments = [self.servers[lane].clone(), OsString::from("."), name];
         run_program(&self.program, &arguments, |command| {
             command.current_dir(&directory);
+            // Only root can change the user. Without root, the program runs as the user of this process.
             if rustix::process::geteuid().is_root() && caller.uid != 0 {
                 command.uid(caller.uid).gid(caller.gid);
             }
@@ -94,7 +99,10 @@ impl Driver for ProgramOfSite {
         })
     }
 
+    /// Lets the program create the file on the server of this lane. If the program fails, creates the file without a
+    /// choice of the server; `acceptance` in the result is then the reason. Fails with EEXIST if the name exists.
     fn create(&self, new: &NewFile<'_>, lane: usize) -> Result<Created> {
+        // A file of this name must not be taken for one that the program created.
         match statat(new.parent, new.name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(_) => return Err(Errno::EXIST),
             Err(Errno::NOENT) => {}
@@ -137,7 +145,8 @@ fn open_file_of(caller: &Caller, new: &NewFile<'_>) -> Result<OwnedFd> {
     Ok(file)
 }
 
-/// Runs a program to its end, within `TIME_LIMIT`. Returns the first line of its output.
+/// Runs a program to its end, and returns the first line of its output. Fails if the program cannot be started, reports
+/// an error by its exit status, or does not end within `TIME_LIMIT`. `prepare` may set its directory and its user.
 pub(super) fn run_program(
     program: &OsStr,
     arguments: &[OsString],

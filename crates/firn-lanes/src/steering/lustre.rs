@@ -90,7 +90,8 @@ fn encode_layout(ost: u16) -> [u8; HEADER_BYTES] {
     layout
 }
 
-/// Returns the server of a file from its layout, the value of the attribute `lustre.lov`.
+/// Returns the server of a file from its layout, the value of the attribute `lustre.lov`. A server of Lustre is an OST,
+/// which has an index. The location is unknown if the layout is of another version or too short.
 fn decode_layout(layout: &[u8]) -> Location {
     let objects_offset = match read_u32(layout, 0) {
         Some(MAGIC_V1) => HEADER_BYTES,
@@ -104,7 +105,7 @@ fn decode_layout(layout: &[u8]) -> Location {
     if stripe_count != 1 {
         return Location::Striped(stripe_count.into());
     }
-    // The index of the OST is the last field of the object.
+    // The index of the OST is the last field of the object, of 4 bytes.
     match read_u32(layout, objects_offset + OBJECT_BYTES - 4) {
         Some(ost) => Location::Server(ost.to_string()),
         None => Location::Unknown,

@@ -475,13 +475,15 @@ impl<B: Backing> LogBacking<B> {
         self.search_orphans(SearchScope::All)
     }
 
-    /// Finishes removals that dead hosts began: removes the containers (directories with logs) of removed files, and
-    /// half-removed containers. Searches only if a host has died since the last call.
+    /// Finishes removals of files that dead hosts began: removes the containers (directories with logs) of the removed
+    /// files, and half-removed containers. Searches only if a host has died since the last search, or if that search
+    /// left a removal that could not be finished yet.
     pub fn end_removals(&self) -> Result<()> {
         let dead_hosts = self.find_dead_hosts()?;
         if self.dead_hosts.lock().as_ref() == Some(&dead_hosts) {
             return Ok(());
         }
+        // The search itself removes containers, and returns their names.
         let orphans = self.search_orphans(SearchScope::Removals)?;
         if !orphans.removed.is_empty() {
             tracing::info!(
@@ -496,7 +498,9 @@ impl<B: Backing> LogBacking<B> {
         Ok(())
     }
 
-    /// Searches for containers without a file.
+    /// Searches for containers (directories with a file's logs) whose file is gone. Removes those that a host had
+    /// marked for removal, unless a live host is at work on them. Returns the names of the removed ones, of those that
+    /// still wait, and of those that no host had marked.
     fn search_orphans(&self, scope: SearchScope) -> Result<Orphans> {
         let search = OrphanSearch {
             backing: &self.below,
@@ -506,6 +510,7 @@ impl<B: Backing> LogBacking<B> {
             marked: &self.marked,
         };
         let orphans = search.run(scope)?;
+        // The removals of this host's last life that the search has finished are forgotten.
         let mut marked = self.marked.lock();
         marked.retain(|container| orphans.waiting.contains(container));
         drop(marked);

@@ -275,6 +275,7 @@ impl<B: Backing> Container<B> {
         range: Range<u64>,
         located: &mut LocatedList,
     ) -> Result<ListStatus> {
+        // The list may be full soon.
         let mut walk = Walk::with_short_steps(range);
         let mut changes = BTreeMap::new();
         loop {
@@ -345,8 +346,9 @@ impl<B: Backing> Container<B> {
         Ok(ListStatus::Open)
     }
 
-    /// Decides how a program reads block number `block` of a change; a block has one checksum. Returns `None` if the
-    /// list must end before the block.
+    /// Decides how a program that has the list gets the bytes of block number `block` of a change: from the log's file,
+    /// from firnd after a check, or by a read through the mount. A block is a part of a log with one checksum, which is
+    /// compared before a program reads another host's bytes. Returns `None` if the list must end before the block.
     fn list_block(
         &self,
         backing: &B,
@@ -533,7 +535,9 @@ impl<B: Backing> Container<B> {
         Ok(())
     }
 
-    /// Reads pieces that lie near each other in one log. Reads ahead if the pieces continue the last read of that log.
+    /// Reads pieces that lie near each other in one log into their buffers, with one call. Reads ahead if the pieces
+    /// continue the last read of that log: a *window*, the bytes that were read last, stays in memory for the next
+    /// read.
     fn read_group(
         &self,
         backing: &B,

@@ -193,8 +193,9 @@ impl<B: Backing> Container<B> {
         Ok(())
     }
 
-    /// Uses the tables (sorted parts of an index) in `listed` that cover more of the index of `writer` than those in
-    /// use, or as much with fewer tables.
+    /// Makes reads use the best tables for the index of `writer`: sorted files, each with a part of the index. `listed`
+    /// are those that the directory has. They replace the tables in use if they cover more of the index, or as much
+    /// with fewer tables. Damaged ones are left out.
     pub(super) fn use_tables(
         &self,
         backing: &B,
@@ -245,8 +246,9 @@ impl<B: Backing> Container<B> {
         drop(replaced_tables);
     }
 
-    /// Finds where each of `tables` (sorted parts of an index) ends in the file, with the cuts and growths that these
-    /// tables add. Each table keeps the result.
+    /// Makes each of `tables` (sorted parts of an index) find and store where its last visible byte ends in the file.
+    /// The length of the file is then known without a further read. The tables are not in use yet, so the cuts and
+    /// growths that they contain are applied here to a copy of the known ones.
     fn find_ends(
         &self,
         backing: &B,
@@ -351,6 +353,7 @@ impl<B: Backing> Container<B> {
     fn read_new_frames(&self, backing: &B, writer: &Writer) -> Result<()> {
         let mut has_asked_length = false;
         loop {
+            // The view gets this host's own changes when they are made.
             if self.is_own(writer.id()) {
                 return Ok(());
             }
@@ -369,6 +372,7 @@ impl<B: Backing> Container<B> {
             let Some(OpenIndex { file, offset }) = open_index else {
                 return self.check_missing(writer, limit);
             };
+            // Frames follow again after a part that was given up as damaged.
             if self.skip_lost(writer, offset) {
                 continue;
             }

@@ -43,8 +43,9 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    /// Makes tables until the known part of the index is sorted. A table is made from at most `bytes` bytes of the
-    /// index, plus one frame. After each one, merges tables of the same level.
+    /// Makes tables (sorted files) until all that this host has read of the index is sorted. A table is made from at
+    /// most `bytes` bytes of the index, plus one frame (entry). After each one, merges tables of the same level: those
+    /// whose contents were merged equally often.
     fn sort_parts(&self, backing: &B, writer: &Writer, bytes: u64) -> Result<()> {
         let sorter = self.sorter(backing, writer);
         loop {
