@@ -334,6 +334,7 @@ impl Unanswered {
             }
             None => EarlyAnswerDecision::Wait,
         };
+        // Only a request that still waits in a queue can be withdrawn; this answers it.
         let try_withdraw = || withdraw.is_some_and(|withdraw| withdraw());
         match decision {
             EarlyAnswerDecision::Wait => false,

@@ -69,6 +69,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             Ok(wanted_lock) => wanted_lock,
             Err(error) => return reply.error(error),
         };
+        // The number of this request among those that wait for a lock.
         let ticket = locks.next_ticket();
         let on_conflict = if waits {
             let locks = Arc::clone(locks);
@@ -194,6 +195,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let locks = Arc::clone(locks);
         let release = move |made_known: Result<(), Errno>| {
             if let Some(second_kind) = second_kind {
+                // Only the result of the first kind is passed on.
                 locks.release(file, second_kind, selected, Box::new(|_| {}));
             }
             let done = Box::new(move |released: Result<(), Errno>| next(made_known.and(released)));
