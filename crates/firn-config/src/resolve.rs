@@ -181,9 +181,11 @@ impl Resolved {
                 continue;
             }
             let has_default = *self.origin(implied_name) == Origin::Default;
-            if has_default && let Some(row) = row(implied_name) {
-                let text = OsString::from(implied.value);
-                let option = UncheckedOption { row, text };
+            if has_default && let Some(option_row) = row(implied_name) {
+                let option = UncheckedOption {
+                    row: option_row,
+                    text: OsString::from(implied.value),
+                };
                 self.set_options(&[option], &Origin::Implied(name))?;
             }
             if !(implied.is_satisfied)(&self.options) {

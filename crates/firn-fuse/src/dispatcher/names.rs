@@ -5,8 +5,8 @@
 //! the arena, the mount's shared memory, before the change. For a repeated request it returns the note of the earlier
 //! firnd that died. The change is then made only if that firnd had not made it.
 //!
-//! On a mount with *commit rules*, each change is also reported to them. A rule recognises a program's checkpoint by its
-//! changes, collects these in a transaction, and commits it with the last one.
+//! On a mount with *commit rules*, each change is also reported to them. A rule recognises a program's checkpoint by
+//! its changes, collects these in a transaction, and commits it after the last one.
 
 use std::ffi::{OsStr, OsString};
 
