@@ -210,6 +210,7 @@ impl SlabWriter {
         let piece = Piece {
             file: self.file_id,
             offset,
+            // The slab's first record has the sequence of the slab; each further one has the next number.
             sequence: self.slab.sequence + u64::from(self.cursor.next_record()),
             position: room.position,
             len: room.len,

@@ -496,6 +496,7 @@ fn new_replies<B: Backing, I: Send + Sync + 'static>(
 ) -> Replies {
     let engine_for_paths = Arc::clone(engine);
     let failures = Failures::new(move |inode, name| engine_for_paths.tree.shown_path(inode, name));
+    // Weak, so that the table of unanswered requests, which is also used elsewhere, does not keep the engine alive.
     let weak_engine = Arc::downgrade(engine);
     let drained_bytes = move || {
         weak_engine

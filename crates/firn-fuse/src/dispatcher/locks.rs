@@ -230,6 +230,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let earlier_attempt = reply.begin_once(&self.engine, RequestObjects::default);
         let ticket = locks.next_ticket();
         let lock_owner = Owner {
+            // A repeated request has the same number, so the lock of an earlier firnd counts as its own.
             number: reply.number(),
             handle: target.handle.0,
             pid: append.pid,
@@ -336,6 +337,7 @@ impl<B: Backing, R: Responder> LockedAppend<B, R> {
         let AppendAnswer { reply, target, .. } = &mut self.answer;
         let shared_append = SharedAppend {
             data: &self.data,
+            // No limit: this is the last offset that a file can have.
             size_max: LockRange::LAST,
             by: Some(&self.process),
             repeated_at: earlier_offset,
