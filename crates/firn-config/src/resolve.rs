@@ -183,9 +183,10 @@ impl Resolved {
             }
             let has_default = *self.origin(implied_name) == Origin::Default;
             if has_default && let Some(option_row) = row(implied_name) {
+                let text = OsString::from(implied.value);
                 let option = UncheckedOption {
                     row: option_row,
-                    text: OsString::from(implied.value),
+                    text,
                 };
                 self.set_options(&[option], &Origin::Implied(name))?;
             }
