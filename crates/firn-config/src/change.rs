@@ -40,9 +40,9 @@ pub const FIXED_OPTIONS: [&str; 21] = [
 pub fn change_options(options: &Options, changes: &MinusO) -> Result<Options, ConfigError> {
     let changed = Resolved::change(options, changes)?;
     let mut refused_names = Vec::new();
-    for row in FIXED_OPTIONS.into_iter().filter_map(row) {
-        if (row.get)(options) != (row.get)(&changed) {
-            refused_names.push(row.name);
+    for option_row in FIXED_OPTIONS.into_iter().filter_map(row) {
+        if (option_row.get)(options) != (option_row.get)(&changed) {
+            refused_names.push(option_row.name);
         }
     }
     if !changes.kernel_flags.is_empty() {

@@ -49,7 +49,7 @@ fn parse_entry(
     value: &toml::Value,
 ) -> Result<UncheckedOption, ConfigError> {
     // Programs may edit the file, so each key has exactly one spelling: no underscores and no alias.
-    let Some(row) = row(key).filter(|row| row.name == key) else {
+    let Some(option_row) = row(key).filter(|found| found.name == key) else {
         let origin = Origin::File(path.to_owned());
         return Err(ConfigError::Unknown {
             origin,
@@ -67,12 +67,15 @@ fn parse_entry(
             let message = format!(
                 "{key}: the type {} is not possible here, write {}",
                 other.type_str(),
-                row.kind.allowed()
+                option_row.kind.allowed()
             );
             return Err(file_error(path, message));
         }
     };
-    Ok(UncheckedOption { row, text })
+    Ok(UncheckedOption {
+        row: option_row,
+        text,
+    })
 }
 
 /// Returns the path that a table `{ escaped = "…" }` stands for. It need not be UTF-8, and is escaped as in JSON

@@ -74,8 +74,8 @@ impl MinusO {
     }
 }
 
-/// Parses one word of the list after `-o` as an option: `key=value`, the `key` of a switch, `ro` or `rw`. The value is
-/// checked later.
+/// Parses one word of the list after `-o` as an option: `key=value`, the `key` of a switch, `ro` or `rw`. Looks the key
+/// up in the table of all options, which has one row for each. Only the name is checked; the value is checked later.
 fn parse_option(word: &[u8]) -> Result<UncheckedOption, ConfigError> {
     let (key, value) = match word.iter().position(|byte| *byte == b'=') {
         Some(equals) => (
@@ -91,26 +91,33 @@ fn parse_option(word: &[u8]) -> Result<UncheckedOption, ConfigError> {
         ("rw", None) => ("read-only", Some(OsStr::new("no"))),
         (key, value) => (key, value),
     };
-    let Some(row) = row(name) else {
+    let Some(option_row) = row(name) else {
         return Err(ConfigError::Unknown {
             origin: Origin::MinusO,
             name: name.to_owned(),
             nearest: nearest(name),
         });
     };
-    let text = match (value, row.kind) {
+    let text = match (value, option_row.kind) {
         (Some(value), _) => value.to_owned(),
         (None, Kind::Switch) => "yes".into(),
         (None, kind) => {
-            let why = format!("lacks a value: write {}={}", row.name, kind.value_name());
+            let why = format!(
+                "lacks a value: write {}={}",
+                option_row.name,
+                kind.value_name()
+            );
             return Err(ConfigError::Value {
                 origin: Origin::MinusO,
-                name: row.name,
+                name: option_row.name,
                 why,
             });
         }
     };
-    Ok(UncheckedOption { row, text })
+    Ok(UncheckedOption {
+        row: option_row,
+        text,
+    })
 }
 
 #[cfg(test)]

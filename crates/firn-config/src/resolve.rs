@@ -113,6 +113,7 @@ impl Sources {
     /// Refuses an option to which a flag and `-o` give different values.
     fn check_flags_against_minus_o(&self) -> Result<(), ConfigError> {
         for flag in &self.flags {
+            // If the list names an option several times, the last one counts.
             let mut minus_o_options = self.minus_o.options.iter().rev();
             let Some(last) = minus_o_options.find(|option| option.row.name == flag.row.name) else {
                 continue;
@@ -181,9 +182,12 @@ impl Resolved {
                 continue;
             }
             let has_default = *self.origin(implied_name) == Origin::Default;
-            if has_default && let Some(row) = row(implied_name) {
+            if has_default && let Some(option_row) = row(implied_name) {
                 let text = OsString::from(implied.value);
-                let option = UncheckedOption { row, text };
+                let option = UncheckedOption {
+                    row: option_row,
+                    text,
+                };
                 self.set_options(&[option], &Origin::Implied(name))?;
             }
             if !(implied.is_satisfied)(&self.options) {

@@ -171,6 +171,7 @@ fn map_part(fd: BorrowedFd<'_>, offset: u64, len: u64, prot: ProtFlags) -> Optio
     let mut address = mapped.ok()?;
     // Kernels before 6.7, and kernels without huge pages for this file, choose an address that is not aligned for huge
     // pages.
+    // A huge page can be mapped only if address and offset have the same position within a huge page.
     let is_aligned = (address as u64 ^ offset).is_multiple_of(HUGE_PAGE_BYTES);
     if len >= HUGE_PAGE_BYTES && !is_aligned {
         let aligned_address = map_aligned(fd, offset, page_aligned_len, prot);

@@ -124,7 +124,8 @@ impl SlabWriter {
     }
 
     /// Appends bytes of the file at `offset` to the slab, the part of shared memory that this writer fills. If the slab
-    /// ends, only the first bytes are accepted.
+    /// ends, only the first bytes are accepted. `Full` means that none fit, or that `offset` is too large. `Revoked`
+    /// means that firnd (the serving process) has ended the lease, the right to fill the slab.
     ///
     /// # Safety
     /// `data` must be readable for `len` bytes and must not overlap the slab. A fault during the read of `data`
@@ -209,6 +210,7 @@ impl SlabWriter {
         let piece = Piece {
             file: self.file_id,
             offset,
+            // The slab's first record has the sequence of the slab; each further one has the next number.
             sequence: self.slab.sequence + u64::from(self.cursor.next_record()),
             position: room.position,
             len: room.len,

@@ -125,6 +125,7 @@ impl CallSlots {
         }
         // If another thread has taken the call, nothing is left to do.
         let unclaimed_call = self.take_offered_call()?;
+        // Until a further call ends, new offers are useless, and are not made (`is_offer_useless`).
         self.ended_at_failed_offer
             .store(ended_before_offer, Ordering::Relaxed);
         Some(unclaimed_call)

@@ -71,8 +71,10 @@ pub(crate) fn token(socket: Option<&DataSocket>, caller: Caller, handle: HandleI
 
 impl<B: Backing> Coherence<B> {
     /// Calls `answer`, which answers a request, once the length that the kernel has recorded for the file is at least
-    /// `size`. Calls it at once without a `size`. If the kernel does not take the length, warns and answers
-    /// nevertheless.
+    /// `size`. The kernel puts an append at that length, and does not notice direct writes (into shared memory), so an
+    /// append could overwrite their bytes otherwise.
+    ///
+    /// Calls `answer` at once without a `size`. If the kernel does not take the length, warns and answers nevertheless.
     pub(crate) fn raise_kernel_size(
         &self,
         inode: InodeId,

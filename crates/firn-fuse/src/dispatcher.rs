@@ -417,9 +417,9 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         change_to_report(self.gate.as_deref(), change)
     }
 
-    /// Runs a change as [`Dispatcher::run_change`] does. If the change is to be reported to the commit rules (which say
-    /// what changes are one checkpoint), a worker runs it, because the report may wait for a commit. `call` makes the
-    /// change by the [`ChangeReporter`] that it gets.
+    /// Runs a change as [`Dispatcher::run_change`] does. If the change is to be reported to the commit rules (they
+    /// recognise a program's checkpoint by its changes, and commit it), a worker runs it, because the report may wait
+    /// for a commit. `call` makes the change by the [`ChangeReporter`] that it gets.
     fn run_reported_change(
         &self,
         caller: Caller,
@@ -496,6 +496,7 @@ fn new_replies<B: Backing, I: Send + Sync + 'static>(
 ) -> Replies {
     let engine_for_paths = Arc::clone(engine);
     let failures = Failures::new(move |inode, name| engine_for_paths.tree.shown_path(inode, name));
+    // Weak, so that the table of unanswered requests, which is also used elsewhere, does not keep the engine alive.
     let weak_engine = Arc::downgrade(engine);
     let drained_bytes = move || {
         weak_engine

@@ -266,6 +266,7 @@ impl<R: Responder> Reply<R> {
             Answer::Entry(entry) => reclaim.forget(entry.inode),
             Answer::Opened { handle, .. } => self.release_handle(handle),
             Answer::Created { entry, handle, .. } => {
+                // Always the handle of a file; that of `Opened` may be one of a directory.
                 reclaim.release(handle);
                 reclaim.forget(entry.inode);
             }

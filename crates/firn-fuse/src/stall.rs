@@ -210,11 +210,13 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
             Some(writes) => writes.withdraw(unique),
             None => false,
         };
+        // After a signal to the caller, this takes the write out of the queue and answers it.
         reply.set_withdraw(Arc::new(withdraw));
         let mut queue = self.queue.lock();
         queue.writes.push_back(stalled);
         self.count
             .store(queue.writes.len() as u64, Ordering::Release);
+        // If a callback for room is registered, or a worker is at the queue, this write is served too.
         let is_served_already = std::mem::replace(&mut queue.will_be_served, true);
         // Unlocked first, because `register_for_room` may serve the queue at once, on this thread.
         drop(queue);

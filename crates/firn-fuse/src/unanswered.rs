@@ -254,6 +254,7 @@ impl Unanswered {
     pub(crate) fn interrupt(self: &Arc<Self>, unique: u64) {
         let mut shard = self.shard(unique).lock();
         let Some(request) = shard.waiting.get_mut(&unique) else {
+            // The notice is read before the request is added (`add` looks here), or after its answer. So old ones go.
             shard.interrupted_early.truncate(EARLY_INTERRUPTS_MAX - 1);
             shard.interrupted_early.push_front(unique);
             return;
@@ -334,6 +335,7 @@ impl Unanswered {
             }
             None => EarlyAnswerDecision::Wait,
         };
+        // Only a request that still waits in a queue can be withdrawn; this answers it.
         let try_withdraw = || withdraw.is_some_and(|withdraw| withdraw());
         match decision {
             EarlyAnswerDecision::Wait => false,

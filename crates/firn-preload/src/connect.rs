@@ -425,6 +425,7 @@ fn send_first_requests(
     };
     connection.send_hello(second_request.as_ref()).ok()?;
     if let FirstRequest::WriteGrant(..) = first_request {
+        // Initializes what the first write needs, while firnd works on the requests.
         firn_direct::slab_writer::prepare();
     }
     state.map = receive_arena(connection, &token.arena, map_arena)?;

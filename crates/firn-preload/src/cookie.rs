@@ -106,8 +106,11 @@ pub(crate) unsafe fn open_stub_stream(fd: c_int, mode: *const c_char) -> *mut FI
         if file.is_null() {
             return file;
         }
+        // For fileno(3): streams of fopencookie(3) have no descriptor of their own.
         field::<c_int>(file, offset_in_file::FILENO).write(fd);
+        // Wide characters are refused.
         field::<c_int>(file, offset_in_file::MODE).write(BYTES);
+        // By this table, `is_stub_stream` recognises the streams of this module.
         let function_table = field::<usize>(file, offset_in_file::FUNCTIONS).read();
         STUB_STREAM_FUNCTIONS.store(function_table, Ordering::Release);
         let appends = *mode == b'a' as c_char;

@@ -38,8 +38,8 @@ pub(crate) fn write_descriptor<F: Fallback>(
 }
 
 /// Does the work of [`write_descriptor`]: bytes go into leases (slabs of the shared memory) if possible, and the others
-/// to the fallback (the kernel, or firnd for a stub). Returns the number of written bytes. `Err` is the result of a
-/// call that ends earlier, or leaves the call to the kernel.
+/// to the fallback: the kernel, or firnd for a stub (an empty file; firnd has its bytes). Returns the number of written
+/// bytes. `Err` is the result of a call that ends earlier, or leaves the call to the kernel.
 fn write_range<F: Fallback>(
     mut locked: LockedEntry,
     source: Source<'_>,
@@ -84,7 +84,9 @@ pub(crate) fn finish_write<F: Fallback>(
         return Ok(in_leases);
     }
     if let Some(reason) = lease_write.lost {
+        // `?`: if the descriptor has become another file, the call ends here.
         locked = F::lease_lost(locked, &mut claim, reason, in_leases, call)?;
+        // Nothing is written yet, so the fallback may serve the call from its begin.
         if in_leases == 0 {
             locked = F::hand_over(locked, Some(&mut claim), range.explicit_offset, call)?;
         }

@@ -443,6 +443,7 @@ fn is_same_file(locked: &LockedEntry) -> bool {
 /// call writes `total` bytes. Returns whether the descriptor has direct access now.
 #[cold]
 fn request_grant(locked: &mut LockedEntry, total: usize) -> bool {
+    // Both count this call: the first calls, and calls while the next request is postponed, go through the kernel.
     if locked.request_policy.count_as_small(total as u64)
         || !locked.request_policy.may_request(total)
     {

@@ -183,6 +183,7 @@ impl List {
         let old_count = self.count;
         self.count = (old_count + reply.count as usize).min(LIST_MAX);
         self.adopt_files(files, old_count, owner);
+        // In this answer, `slot` is the place of the file's word in the shared memory.
         self.word = self.map.word(reply.slot);
         self.stamp = reply.stamp;
         self.size = reply.size;
@@ -306,11 +307,13 @@ impl List {
         (self.start..self.end).contains(&offset)
     }
 
-    /// Prepares the list of the places of a file's bytes, which knows a part of the file, to be extended up to `offset`
-    /// outside of that part. The list may restart elsewhere for that. Returns false if the read is too far away to be
-    /// worth it, so that the fallback serves it.
+    /// Decides how a list, which knows the places of the bytes of one part of the file, gets to know those at `offset`
+    /// outside of that part. It grows up to there if the read is near its end. Otherwise it may restart at `offset`, or
+    /// at 0 if the whole file fits. Returns false if the read is not worth that, so that the fallback (the kernel or
+    /// firnd) serves it.
     fn prepare_extension(&mut self, offset: u64) -> bool {
         let known_bytes = (self.end - self.start).max(1);
+        // The whole file has about this many extents (ranges with one place each), if they are alike everywhere.
         let expected_count = (self.count as u64).saturating_mul(self.size.div_ceil(known_bytes));
         let whole_file_fits = expected_count <= (LIST_MAX - EXTENTS_MAX) as u64;
         if offset >= self.end && self.has_capacity() {
@@ -324,6 +327,7 @@ impl List {
             self.restart_at(0);
             return true;
         }
+        // A restart forgets the known part. That is worth it if much of the part was read, or many reads missed it.
         let has_paid_off = self.read_bytes >= known_bytes / READ_FRACTION_DIVISOR;
         if has_paid_off || self.misses > MISSES_MAX {
             self.restart_at(offset);

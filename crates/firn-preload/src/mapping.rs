@@ -298,6 +298,7 @@ pub(crate) fn record_moved(
         if start != old_start || end > old_end {
             continue;
         }
+        // Claimed, so that no other thread uses the range while its two ends change.
         let claimed =
             slot.start
                 .compare_exchange(start, CLAIMED, Ordering::AcqRel, Ordering::Relaxed);

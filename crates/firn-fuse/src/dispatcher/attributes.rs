@@ -38,8 +38,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 
     /// Answers a setattr: chmod(2), chown(2), utimensat(2) or truncate(2). A change of the contents first passes the
-    /// gate, which makes changes wait for transactions. A truncation is reported to the commit rules, which say what is
-    /// one checkpoint.
+    /// gate, which makes changes wait for transactions. A truncation is reported to the commit rules, which recognise a
+    /// program's checkpoint by its changes.
     pub(super) fn setattr(&self, caller: Caller, inode: InodeId, set: SetAttr, reply: Reply<R>) {
         let options = self.options;
         let process = Process::from_caller(caller);

@@ -53,9 +53,10 @@ impl<B: Backing, R: Responder> PendingClose<B, R> {
         });
     }
 
-    /// Step 3: lets the engine flush the file: the close waits for its pending bytes, unless the options say otherwise.
-    /// If the backing (the directory below the mount) has further work for a closed file, that work follows. `released`
-    /// is the result of the release of locks (step 1).
+    /// Step 3 of a close(2): lets the engine flush the file, and then passes the result to the answer (step 4). The
+    /// close waits for the file's pending bytes, unless the options say otherwise. If the backing (the directory below
+    /// the mount) has further work for a closed file, that work comes first. `released` is the result of the earlier
+    /// steps; its error is passed on if this step succeeds.
     fn flush(self, released: Result<(), Errno>) {
         let Self { engine, answer, .. } = self;
         let (inode, handle, closing) = (answer.inode, answer.handle, answer.closing);
@@ -158,6 +159,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             from_cache: write.from_cache,
         };
         let has_cap_fsetid = !write.kills_set_id;
+        // A page that the kernel writes back from its cache has no known writer.
         let process = (!write.from_cache).then(|| {
             Process::from_caller(caller)
                 .with_cap_fsetid(has_cap_fsetid)

@@ -101,11 +101,13 @@ impl<B: Backing> Listing<'_, B> {
         }
     }
 
-    /// Reads up to [`BATCH`] entries after the one that `cookie` stands for. Fewer mean that the directory ends.
+    /// Reads up to [`BATCH`] entries after the one that `cookie` (a position in the directory) stands for. Fewer mean
+    /// that the directory ends.
     fn read_batch(&self, cookie: i64) -> Result<Vec<UnresolvedEntry>, Errno> {
         let mut batch = Vec::with_capacity(BATCH);
         // Returns whether the engine is to read a further entry.
         let mut add_to_batch = |entry: DirEntry<'_>| {
+            // A safeguard: a backing that asks again after `false` cannot make the batch longer.
             if batch.len() == BATCH {
                 return false;
             }
@@ -115,6 +117,7 @@ impl<B: Backing> Listing<'_, B> {
                 kind: entry.kind,
                 cookie: entry.cookie,
             });
+            // Said with the last entry that fits, so that no further one is read in vain.
             batch.len() < BATCH
         };
         self.engine
@@ -123,7 +126,8 @@ impl<B: Backing> Listing<'_, B> {
         Ok(batch)
     }
 
-    /// Looks up an entry and adds it to the answer. Returns false, without adding the entry, if the answer is full.
+    /// Looks up an entry and adds it, with its attributes, to the answer. The kernel then counts one look-up of the
+    /// inode, as the engine does. Returns false, without adding the entry, if the answer is full.
     fn add_entry<R: Responder>(&self, entry: &UnresolvedEntry, reply: &mut Reply<R>) -> bool {
         let name: &OsStr = &entry.name;
         let listed_entry = ListedEntry {
@@ -148,6 +152,7 @@ impl<B: Backing> Listing<'_, B> {
                     attributes_for_kernel(self.engine, self.options, child.inode, child.attr);
                 let is_added = reply.add_entry_plus(&listed_entry, &attributes);
                 if !is_added {
+                    // The kernel does not learn of this look-up, so it will not take it back.
                     self.engine.namespace.forget(child.inode, 1);
                 }
                 is_added

@@ -69,6 +69,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             Ok(wanted_lock) => wanted_lock,
             Err(error) => return reply.error(error),
         };
+        // The number of this request among those that wait for a lock.
         let ticket = locks.next_ticket();
         let on_conflict = if waits {
             let locks = Arc::clone(locks);
@@ -194,6 +195,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let locks = Arc::clone(locks);
         let release = move |made_known: Result<(), Errno>| {
             if let Some(second_kind) = second_kind {
+                // Only the result of the first kind is passed on.
                 locks.release(file, second_kind, selected, Box::new(|_| {}));
             }
             let done = Box::new(move |released: Result<(), Errno>| next(made_known.and(released)));
@@ -228,6 +230,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let earlier_attempt = reply.begin_once(&self.engine, RequestObjects::default);
         let ticket = locks.next_ticket();
         let lock_owner = Owner {
+            // A repeated request has the same number, so the lock of an earlier firnd counts as its own.
             number: reply.number(),
             handle: target.handle.0,
             pid: append.pid,
@@ -334,6 +337,7 @@ impl<B: Backing, R: Responder> LockedAppend<B, R> {
         let AppendAnswer { reply, target, .. } = &mut self.answer;
         let shared_append = SharedAppend {
             data: &self.data,
+            // No limit: this is the last offset that a file can have.
             size_max: LockRange::LAST,
             by: Some(&self.process),
             repeated_at: earlier_offset,

@@ -4,6 +4,9 @@
 //! process that serves the mount). So each change calls [`Reply::begin_once`], which stores a note of the request in
 //! the arena, the mount's shared memory, before the change. For a repeated request it returns the note of the earlier
 //! firnd that died. The change is then made only if that firnd had not made it.
+//!
+//! On a mount with *commit rules*, each change is also reported to them. A rule recognises a program's checkpoint by
+//! its changes, collects these in a transaction, and commits it after the last one.
 
 use std::ffi::{OsStr, OsString};
 
@@ -106,8 +109,9 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
-    /// Answers a link(2). If the kernel repeats the request of an earlier firnd (the serving process, which died), the
-    /// link may exist already. The change is reported to the commit rules, which say what is one checkpoint.
+    /// Answers a link(2), and reports the change to the commit rules, which recognise a program's checkpoint by its
+    /// changes. If the kernel repeats the request of an earlier firnd (the serving process, which died), that firnd may
+    /// have made the link already; this counts as success.
     pub(super) fn link(
         &self,
         caller: Caller,
@@ -143,15 +147,16 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         self.remove_name(caller, child, Kind::Dir, reply);
     }
 
-    /// Removes a name: by rmdir(2) if `kind` is [`Kind::Dir`], else by unlink(2). If the kernel repeats the request of
-    /// an earlier firnd (the serving process, which died), the name may be gone already. The change is reported to the
-    /// commit rules, which say what is one checkpoint.
+    /// Removes a name: by rmdir(2) if `kind` is [`Kind::Dir`], else by unlink(2). Reports the change to the commit
+    /// rules, which recognise a program's checkpoint by its changes. If the kernel repeats the request of an earlier
+    /// firnd (the serving process, which died), that firnd may have removed the name already; this counts as success.
     fn remove_name(&self, caller: Caller, child: Name<'_>, kind: Kind, mut reply: Reply<R>) {
         let child = child.to_owned();
         let to_report =
             self.change_to_report(|| WatchedChange::Remove(child.parent, child.name.clone()));
         self.run_reported_change(caller, child.parent, to_report, move |engine, reporter| {
             let names = &engine.namespace;
+            // The note says which object has the name now, so that a repeated request does not remove a later one.
             let earlier_attempt = reply.begin_once(engine, || RequestObjects {
                 subject: names.identify_name(child.parent, &child.name),
                 ..RequestObjects::default()
@@ -167,9 +172,9 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
-    /// Answers a rename(2), with the flags of renameat2(2). If the kernel repeats the request of an earlier firnd (the
-    /// serving process, which died), the rename may be done already. The change is reported to the commit rules, which
-    /// say what is one checkpoint.
+    /// Answers a rename(2), with the flags of renameat2(2). Reports the change to the commit rules, which recognise a
+    /// program's checkpoint by its changes. If the kernel repeats the request of an earlier firnd (the serving process,
+    /// which died), that firnd may have renamed already; this counts as success.
     pub(super) fn rename(
         &self,
         caller: Caller,
@@ -191,6 +196,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
         self.run_reported_change(caller, from.parent, to_report, move |engine, reporter| {
             let names = &engine.namespace;
+            // The note says which objects have the names now. If the request is repeated, these tell whether the rename
+            // was made.
             let earlier_attempt = reply.begin_once(engine, || RequestObjects {
                 subject: names.identify_name(from.parent, &from.name),
                 other: names.identify_name(to.parent, &to.name),
@@ -214,9 +221,11 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         self.negotiated.applies_umask.then_some(mode.umask)
     }
 
-    /// Runs a change that makes an object in a directory, and answers with its entry. The kernel repeats a request if
-    /// the firnd that served the mount has died. If that firnd has already made the object, answers with that object
-    /// instead of calling `create`. The change is reported to the commit rules, which say what is one checkpoint.
+    /// Makes an object in a directory by `create`, and answers with its entry. Reports the change to the commit rules,
+    /// which recognise a program's checkpoint by its changes.
+    ///
+    /// The kernel repeats a request if the firnd that served the mount died before it answered. If that firnd had made
+    /// the object, the answer has that object, and `create` is not called.
     fn run_creation(
         &self,
         caller: Caller,
@@ -229,9 +238,11 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let to_report =
             self.change_to_report(|| WatchedChange::Make(parent, new_object.child.name.clone()));
         self.run_reported_change(caller, parent, to_report, move |engine, reporter| {
+            // `Some` if an earlier firnd has begun this request.
             let earlier_attempt = reply.begin_once(engine, RequestObjects::default);
             let existing_entry = earlier_attempt
                 .and_then(|earlier| new_object.find_made(engine, &caller, earlier.began));
+            // Reported in both cases: the program makes the object by this request.
             let created = reporter.make_change(|| match existing_entry {
                 Some(entry) => Ok(entry),
                 None => create(engine),
@@ -253,7 +264,8 @@ struct NewObject {
 
 impl NewObject {
     /// Looks for the object that an earlier firnd (which served this mount) made for the same request before it died.
-    /// `began` is the time at which it began. `None`: it had not made the object.
+    /// `began` is the time at which that firnd began the request: an older object was not made by it. `None`: it had
+    /// not made the object.
     fn find_made<B: Backing>(
         &self,
         engine: &Engine<B>,

@@ -28,8 +28,8 @@ use crate::watch::{ChangeReporter, WatchedChange};
 
 impl<B: Backing, R: Responder> Dispatcher<B, R> {
     /// Answers an open(2) without O_CREAT. Ignores O_TRUNC, for which the kernel sends a separate change of the size
-    /// (`transport/dev_fuse/negotiate.rs`). An open for writing is reported to the commit rules, which say what is one
-    /// checkpoint; the report may take long, so a worker makes it.
+    /// (`transport/dev_fuse/negotiate.rs`). An open for writing is reported to the commit rules, which recognise a
+    /// program's checkpoint by its changes; the report may take long, so a worker makes it.
     pub(super) fn open(&self, caller: Caller, inode: InodeId, flags: i32, reply: Reply<R>) {
         let opener = self.opener(caller);
         let coherence = Arc::clone(&self.coherence);
@@ -61,7 +61,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 
     /// Answers an open(2) that creates the file, or opens a file that another process has made meanwhile. The change is
-    /// reported to the commit rules, which say what is one checkpoint.
+    /// reported to the commit rules, which recognise a program's checkpoint by its changes.
     pub(super) fn create(
         &self,
         caller: Caller,

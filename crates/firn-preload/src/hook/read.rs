@@ -196,6 +196,7 @@ unsafe fn do_preadv2(
     flags: c_int,
 ) -> ssize_t {
     let fd_tag = descriptor_tag(fd);
+    // RWF_HIPRI only asks for speed, so it may be ignored.
     if fd_tag == tag::STUB && flags & !libc::RWF_HIPRI != 0 {
         return fail(libc::EOPNOTSUPP);
     }

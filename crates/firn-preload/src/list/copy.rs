@@ -75,8 +75,10 @@ impl ListRead {
             && extent.offset <= offset
             && extent.place == TO_BE_ASKED
         {
+            // firnd left out this extent's place; a request from an offset in it gets the place.
             next_extent = fetch::request_again(locked, offset)?;
         }
+        // Without an extent at `offset`, the byte is in a gap, which the fallback fills up to the next extent.
         let extent = match next_extent {
             Some(extent) if extent.offset <= offset => extent,
             _ => {

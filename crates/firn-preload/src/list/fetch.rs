@@ -17,6 +17,7 @@ const BEYOND_FILES: u64 = i64::MAX as u64;
 /// Fetches a *list* of the places of a file's bytes from firnd (the serving process), for a read at an offset, over a
 /// new connection if needed. Returns firnd's status; `None` if there is no connection or no memory.
 pub(crate) fn fetch_list(locked: &mut LockedEntry, offset: u64) -> Option<Status> {
+    // The token says how firnd names the open file, and at which socket. It may be known from the open already.
     let token = devices::first_token(locked.token).or_else(|| devices::fetch_token(locked.fd))?;
     locked.list.map_extents()?;
     let mut request = ListRequest::new(locked, offset);

@@ -149,6 +149,7 @@ fn tmpfs_handle(dir: c_int, path: *const libc::c_char, flags: c_int) -> Option<T
     if result < 0 || handle.bytes != TMPFS_HANDLE_BYTES {
         return None;
     }
+    // These are the words that tmpfs puts into its handles.
     let [generation, inode_low, inode_high, ..] = handle.words;
     Some(TmpfsHandle {
         inode: u64::from(inode_high) << 32 | u64::from(inode_low),

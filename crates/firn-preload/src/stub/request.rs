@@ -151,6 +151,7 @@ pub(crate) fn repeat_request(
 ) -> Result<Reply, WriteError> {
     // An append whose bytes are in a file may be repeated, because firnd has noted its progress in that file.
     let may_repeat = op != Op::Append || payload.fd.is_some();
+    // An error means that nothing was executed (`Failed`), until a request was sent and not answered (`Unknown`).
     let mut to_error: fn(c_int) -> WriteError = WriteError::Failed;
     for _ in 0..CONNECTIONS_MAX {
         adopt(locked).map_err(to_error)?;

@@ -197,6 +197,7 @@ fn append_within(
         requester.request(Op::Append, size_max, packet.len() as u32, &mut payload)?
     };
     Ok(AppendedRange {
+        // In this answer, `slot` is the offset in the file.
         start: reply.slot,
         count: reply.count as usize,
     })
