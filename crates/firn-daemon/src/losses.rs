@@ -134,6 +134,8 @@ impl LossReport {
 }
 
 impl Report for LossesBelow<'_> {
+    /// Writes a line about one loss of data to the report and counts it, before the data is given up. After an error
+    /// the caller must not give the data up.
     fn add(&mut self, loss: Loss) -> Result<(), Errno> {
         let path = if loss.path.as_os_str().is_empty() {
             self.path.to_owned()

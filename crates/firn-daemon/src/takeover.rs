@@ -493,6 +493,8 @@ impl KeepConnection for Takeover {
 }
 
 impl Part for Takeover {
+    /// Adds to the status whether another firnd can continue the mount if this one dies, and why not; how the last
+    /// upgrade ended; and the takeovers so far.
     fn fill_status(&self, status: &mut Status) {
         let obstacle = *self.obstacle.lock();
         status.takeover = match obstacle {
@@ -518,6 +520,9 @@ impl Part for Takeover {
         }
     }
 
+    /// Answers `firn upgrade`: prepares the upgrade, replies with the keeper's process, and then kills this process, so
+    /// that the keeper starts the new program. It returns only if that is impossible, with the reason. `None` for all
+    /// other requests.
     fn answer(&self, client_request: &mut ClientRequest<'_>) -> Option<Reply> {
         let Request::Upgrade { options } = client_request.request else {
             return None;

@@ -17,6 +17,8 @@ impl Part for PartnerCopies {
         status.partner = Some(self.0.status());
     }
 
+    /// Answers requests about the partner, the host with copies of this host's files: waits until it has copied a path,
+    /// or stores a report of it. `None` for all other requests.
     fn answer(&self, client_request: &mut ClientRequest<'_>) -> Option<Reply> {
         match client_request.request {
             Request::Wait {

@@ -185,6 +185,8 @@ impl Part for Transactions {
         refuse_changes_after_decided_commits(&self.gate);
     }
 
+    /// Stops the threads that watch owners and hosts, and ends the transactions that this mount can end. Changes that
+    /// wait for another transaction then fail.
     fn stop(&self, stop: &mut StopContext) {
         let gate = Arc::clone(&self.gate);
         let owners = Arc::clone(&self.owners);
