@@ -1,8 +1,8 @@
 //! Answers requests of the control socket, which the `firn` commands and the agents of a mount use.
 //!
-//! A request goes first to the parts of the mount, which are its optional features. Any part may refuse it, and the
-//! first part that handles it answers it. All other requests are answered from the engine, which has the files of the
-//! mount.
+//! Each request gets one final reply; replies before it report progress. A *part* is one optional feature of the mount.
+//! First, each part may refuse the request. Then the part that the request concerns gives the reply. Without such a
+//! part, the reply comes from the engine, which has the files of the mount.
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -951,8 +951,8 @@ impl ChangeWatch for CommitRules {
     }
 
     /// Reports the end of a change that `begin_change` has admitted, and carries out what follows, such as the commit
-    /// of a checkpoint that is complete now. `handle` is set if the change opened a file for writing; its close is watched
-    /// if the file belongs to a checkpoint.
+    /// of a checkpoint that is complete now. `handle` is set if the change opened a file for writing; its close is
+    /// watched if the file belongs to a checkpoint.
     fn end_change(&self, ticket: WatchTicket, is_made: bool, handle: Option<HandleId>) {
         let mut table = self.table.lock();
         // `begin_change` has added the entry, and has told the rules' state machine of the change.

@@ -1,10 +1,15 @@
-//! Decides which mounts have file locks that reach other hosts ([`firn_hosts::FileLocks`]), and starts these locks.
+//! Starts the file locks that exclude programs on other hosts too, for the mounts that need them, and keeps these locks
+//! beyond the death of firnd, the process that serves the mount.
 //!
-//! A mount with logs (`layout=log`) has them, because several hosts may write the same file of its backing. On all
-//! other mounts the kernel manages the locks of this host without firnd, the process that serves the mount.
+//! Only a mount with logs (`layout=log`) has such locks, because several hosts may write the same file of its backing.
+//! On all other mounts the kernel manages the locks of this host without firnd.
 //!
-//! If firnd dies, the next one resumes the locks. The keeper, which starts it, holds the lock files open. The live
-//! table, a mapped file for the next firnd, has the locks of each program.
+//! Terms
+//! * A *lock* is what a program has on a file, by fcntl(2) or flock(2).
+//! * A *lock file* is a file in the backing's `.firn` that stands for the locked file. firnd locks it for its programs,
+//!   and all hosts see that ([`firn_hosts::FileLocks`]).
+//! * The *keeper* is the process that starts the next firnd. It holds the lock files open, so their locks stay.
+//! * The *live table* is a mapped file for the next firnd. It lists which program has which lock.
 
 use std::collections::HashMap;
 use std::os::fd::BorrowedFd;

@@ -200,8 +200,8 @@ impl HostLease {
     /// Takes the lease of this host (a locked file in the backing that shows that the host lives), unless it has it
     /// already, and publishes in it a use of the backing (`purpose`) and how this host mounts it (`terms`).
     ///
-    /// Fails if another process has the lease, or if the use needs locks that reach other hosts and they do not. A lease
-    /// that this call took may then stay; the caller releases it.
+    /// Fails if another process has the lease, or if the use needs locks that reach other hosts and they do not. The
+    /// caller then releases a lease that this call took.
     fn acquire_and_add_use(
         &mut self,
         purpose: LeaseUse,

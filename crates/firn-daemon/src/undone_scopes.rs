@@ -1,10 +1,9 @@
-//! Refuses changes of programs that have not been informed yet that their transaction was aborted, because firnd (the
-//! process that serves the mount) died.
+//! Informs programs that their transaction was aborted because firnd, the process that serves the mount, died: their
+//! next change in the transaction's scope fails.
 //!
 //! A transaction in buffer mode keeps its changes in the memory of its firnd until the commit. If that firnd dies, the
-//! next one aborts the transaction. A program in the transaction may not have noticed. It would make the rest of its
-//! changes outside of any transaction, or in a new checkpoint of a commit rule. So firnd informs the program by an
-//! error:
+//! next one aborts the transaction. Without an error, a program in the transaction would not notice. It would make the
+//! rest of its changes outside of any transaction, or in a new checkpoint of a commit rule. So a change gets an error:
 //!
 //! | change in the scope of an aborted transaction | answer |
 //! |---|---|

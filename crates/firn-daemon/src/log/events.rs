@@ -1,7 +1,8 @@
-//! The events of a mount: lines of the log with the target [`TARGET`].
+//! Stores the events of a mount, such as a commit, a full arena or a failure of the backing. An event is a message of
+//! the log with the target [`TARGET`].
 //!
-//! They are stored as JSON in a file beside the log. The newest ones stay in memory for the record of the run, a
-//! summary of the mount's life.
+//! Each event is a line of JSON in a file beside the log. The newest events are also in memory, for the record of the
+//! run, a summary of the mount's life.
 //!
 //! Promises
 //! * An event is one line and one write; it waits only for this host's memory.

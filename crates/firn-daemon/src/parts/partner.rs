@@ -1,4 +1,5 @@
-//! The copies on a partner host (`partner=`), as a part.
+//! Answers requests about the partner (`partner=`), the host with copies of this host's files. This is a part, one
+//! feature of a mount.
 
 use std::sync::Arc;
 
