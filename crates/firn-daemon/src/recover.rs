@@ -276,6 +276,7 @@ fn begin_stub_tree(
     events: Sender<Event>,
 ) -> Result<Stubs, AttachError> {
     let engine = Arc::clone(&attached.engine);
+    // Programs open no stub of this tree, and only such an open needs to know how files are placed.
     let places_by_name = false;
     let stubs = Stubs::begin(
         engine,

@@ -370,6 +370,7 @@ impl Takeover {
         device: BorrowedFd<'_>,
         exchange: &InitExchange,
     ) -> Result<(), &'static str> {
+        // Without a keeper or a live table, no other firnd continues the mount; `obstacle` says that already.
         let (Some(link), Some(table)) = (&self.link, &self.table) else {
             return Ok(());
         };
@@ -384,6 +385,7 @@ impl Takeover {
             mount_point: self.mount_point.as_os_str().as_bytes().to_vec(),
             exchange: exchange.clone(),
         };
+        // By its control file the keeper can abort the connection. A takeover works without that file.
         let control = firn_fuse::open_control(minor).ok();
         table
             .seal(&header)

@@ -189,6 +189,7 @@ impl CommitRules {
     /// for these steps.
     pub(crate) fn watch_hosts(&self) {
         let mut dead_hosts = DeadHostCache::default();
+        // The pauses between reads of the ballots become longer; after each step they are short again.
         let mut waits = READ_RETRY.start();
         loop {
             let open_scopes: Vec<ScopeNumber> = {
@@ -212,7 +213,7 @@ impl CommitRules {
             if std::mem::take(&mut table.is_woken) {
                 waits = READ_RETRY.start();
             } else if !table.is_stopped {
-                // The pause grows while nothing happens; `changed` ends it at each change of the table.
+                // `changed` ends the pause at each change of the table.
                 let pause = if open_scopes.is_empty() {
                     LIVENESS_CHECK_EVERY
                 } else {

@@ -17,8 +17,8 @@ pub(crate) struct LocksOfFiles(pub(crate) Arc<FileLocks>);
 impl Part for LocksOfFiles {
     fn stop(&self, stop: &mut StopContext) {
         if stop.was_never_visible {
-            // Locks of an earlier firnd's programs stay, because another firnd may resume them. Without a keeper they end
-            // with this process.
+            // Locks of an earlier firnd's programs stay, because another firnd may resume them. Without a keeper they
+            // end with this process.
             return;
         }
         self.0.stop(STOP_TIMEOUT);
