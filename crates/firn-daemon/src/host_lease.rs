@@ -484,6 +484,7 @@ fn find_leases_of_arena(
         let device = base.attr(&dir).map_err(|errno| to_error(errno.into()))?.dev;
         let had_arena =
             report_in_heartbeat(&heartbeat).is_some_and(|report| report.arena.as_path() == arena);
+        // A free lock proves that the process is dead if the lock was in this host's kernel.
         let is_dead = !heartbeat.is_released() && heartbeat.does_free_lock_prove_end(&boot, device);
         if had_arena
             && is_dead

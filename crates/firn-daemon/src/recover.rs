@@ -105,6 +105,7 @@ pub fn recover_host(backing: &Path, host: String) -> Result<HostReport, RecoverE
     let backing = preflight::check_backing(backing, false)?;
     let members = Members {
         host,
+        // The number of hosts is not used, because no votes are counted here.
         expected: Expected::Count(0),
     };
     let mut lease = HostLease::new(&backing, None);

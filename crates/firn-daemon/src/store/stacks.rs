@@ -93,6 +93,7 @@ impl SimDisks {
         Lanes::open(self.primary.clone(), setup).expect("open the lanes")
     }
 
+    /// Opens the layers below transactions (logs and lanes) that `stack` has, over the simulated disks.
     fn open_lower_store(&self, stack: Stack) -> LoggableStore<SimBacking> {
         let placeable = if stack.lanes {
             Either::Upper(self.open_lanes())
