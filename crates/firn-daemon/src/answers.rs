@@ -1,8 +1,8 @@
 //! Answers requests of the control socket, which the `firn` commands and the agents of a mount use.
 //!
-//! A request goes first to the parts of the mount, which are its optional features. Any part may refuse it, and the
-//! first part that handles it answers it. All other requests are answered from the engine, which has the files of the
-//! mount.
+//! Each request gets one final reply; replies before it report progress. A *part* is one optional feature of the mount.
+//! First, each part may refuse the request. Then the part that the request concerns gives the reply. Without such a
+//! part, the reply comes from the engine, which has the files of the mount.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -149,11 +149,12 @@ impl RequestAnswers {
         }
     }
 
-    /// Asks the main loop to unmount, and passes its progress messages to the client through `send_progress`.
+    /// Has the mount unmounted for a client, and returns the final reply: done, or why the mount stays. The main loop
+    /// of firnd does the work; its progress messages go to the client through `send_progress` meanwhile.
     ///
-    /// `held` says what happens to data that only this host's memory has. The answer is the main loop's final reply.
-    /// The main loop waits until that reply has left, which the caller signals by the channel `sent`. If the mount is
-    /// ending already, the answer is ESHUTDOWN.
+    /// `held` says what happens to data that only this host's memory has. After the unmount this process exits, so the
+    /// main loop first waits until the caller has sent the reply and says so on the returned channel `sent`. If the
+    /// mount is ending already, the reply is ESHUTDOWN.
     fn unmount(
         &self,
         force: bool,
@@ -264,13 +265,15 @@ impl RequestAnswers {
 }
 
 impl Service for RequestAnswers {
+    /// Returns the final reply to a request: from the part of the mount that it concerns (a feature such as the logs),
+    /// otherwise from the engine, which has the files. `send_progress` sends replies before the final one.
     fn answer(
         &self,
         request: Request,
         client: &mut ControlClient,
         send_progress: &mut dyn FnMut(Reply) -> bool,
     ) -> Answer {
-        // A part is one feature of the mount. All of them are asked before the first one answers.
+        // Any part may refuse, also a request that another one answers. So all of them are asked before one answers.
         if let Some(refusal) = self.parts.refuse(&request) {
             return refusal.into();
         }

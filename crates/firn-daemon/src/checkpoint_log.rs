@@ -138,7 +138,8 @@ impl CheckpointLog {
     }
 
     /// Returns the number of a checkpoint, and stores its newest path. If it is not tracked, it is added as one that
-    /// began at `began_seconds`. The oldest checkpoint is dropped if the table is full.
+    /// began at `began_seconds`. The oldest checkpoint is dropped if the table is full. `None` cannot occur, because a
+    /// full table has an oldest checkpoint.
     fn find_or_add(&mut self, checkpoint: &CheckpointPath<'_>, began_seconds: f64) -> Option<u64> {
         if let Some(number) = self.find_and_update_path(checkpoint) {
             return Some(number);

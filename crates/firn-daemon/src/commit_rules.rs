@@ -508,6 +508,7 @@ impl CommitRules {
         CheckpointNames { tops, key }: CheckpointNames,
     ) -> Result<(), Errno> {
         let names: Vec<OsString> = tops.iter().map(|top| last_name(top)).collect();
+        // For a checkpoint that existed before, the successful end of its writers is enough to commit it.
         let existed_before = tops.iter().any(|top| self.is_visible(top));
         let paths: BTreeSet<Vec<u8>> = tops.into_iter().collect();
         let begin_result = self.begin_transaction(dir, &names, &paths, &key);
@@ -588,6 +589,7 @@ impl CommitRules {
         {
             transaction.paths.extend(paths);
         }
+        // After a failure the scope is open too, with the names that it had before.
         table.machine.record_begun(scope, false);
         self.unlock_and_notify(table);
         added.map_err(|error| log_and_get_errno(&error))
@@ -620,6 +622,7 @@ impl CommitRules {
         table.scopes.remove(&scope);
         let next_actions = table.machine.record_committed(scope);
         self.unlock_and_notify(table);
+        // An earlier checkpoint here that was aborted by a death of firnd no longer causes errors of programs.
         self.clear_undone_scopes(&transaction.paths);
         let paths = describe_paths(&transaction.paths);
         tracing::info!(rule = transaction.rule, %paths, "a commit rule has committed a checkpoint");
@@ -906,6 +909,10 @@ impl ChangeWatch for CommitRules {
         self.rules.checkpoint_key(path)
     }
 
+    /// Reports a change of a program to the commit rules before it is made, and carries out what must come first, such
+    /// as the begin of a checkpoint's transaction. Waits while that checkpoint is being committed.
+    ///
+    /// Returns the ticket for `end_change`. An error means that the change must not be made.
     fn begin_change(&self, caller: Caller, change: &WatchedChange) -> Result<WatchTicket, Errno> {
         let Some(change) = self.locate_change(change) else {
             return Err(Errno::STALE);
@@ -943,6 +950,9 @@ impl ChangeWatch for CommitRules {
         Ok(WatchTicket { number })
     }
 
+    /// Reports the end of a change that `begin_change` has admitted, and carries out what follows, such as the commit
+    /// of a checkpoint that is complete now. `handle` is set if the change opened a file for writing; its close is
+    /// watched if the file belongs to a checkpoint.
     fn end_change(&self, ticket: WatchTicket, is_made: bool, handle: Option<HandleId>) {
         let mut table = self.table.lock();
         // `begin_change` has added the entry, and has told the rules' state machine of the change.
@@ -992,6 +1002,9 @@ impl ChangeWatch for CommitRules {
         self.table.lock().handles.contains_key(&handle.0)
     }
 
+    /// Reports that a process closes a handle of a checkpoint's file. The file counts as closed now if the process that
+    /// opened it was killed, or if neither that process nor a descendant has another descriptor of it; otherwise when
+    /// the kernel releases the handle. A close that completes the checkpoint commits it and returns that result.
     fn close(&self, caller: Caller, handle: HandleId, closing: Closing) -> Result<(), Errno> {
         // A close by a killed process means that its file may be incomplete.
         let ending = match closing {

@@ -657,7 +657,8 @@ impl LeasedSlabs {
     }
 }
 
-/// Returns an answer with a direct list: where the bytes of a file are in the arena, the shared memory.
+/// Returns an answer with a direct list: where the bytes of a file are in the arena, the shared memory. The client may
+/// use the list while the file's word in the arena, at `slot`, has the value `stamp`, and for at most `valid_ns`.
 fn list_answer(list: DirectList) -> Answer {
     // 0 means that the list has no expiry, so an expired list gets 1 ns.
     let valid_ns = match list.until {

@@ -1,10 +1,15 @@
-//! Decides which mounts have file locks that reach other hosts ([`firn_hosts::FileLocks`]), and starts these locks.
+//! Starts the file locks that exclude programs on other hosts too, for the mounts that need them, and keeps these locks
+//! beyond the death of firnd, the process that serves the mount.
 //!
-//! A mount with logs (`layout=log`) has them, because several hosts may write the same file of its backing. On all
-//! other mounts the kernel manages the locks of this host without firnd, the process that serves the mount.
+//! Only a mount with logs (`layout=log`) has such locks, because several hosts may write the same file of its backing.
+//! On all other mounts the kernel manages the locks of this host without firnd.
 //!
-//! If firnd dies, the next one resumes the locks. The keeper, which starts it, holds the lock files open. The live
-//! table, a mapped file for the next firnd, has the locks of each program.
+//! Terms
+//! * A *lock* is what a program has on a file, by fcntl(2) or flock(2).
+//! * A *lock file* is a file in the backing's `.firn` that stands for the locked file. firnd locks it for its programs,
+//!   and all hosts see that ([`firn_hosts::FileLocks`]).
+//! * The *keeper* is the process that starts the next firnd. It holds the lock files open, so their locks stay.
+//! * The *live table* is a mapped file for the next firnd. It lists which program has which lock.
 
 use std::collections::HashMap;
 use std::os::fd::BorrowedFd;
@@ -41,7 +46,8 @@ pub(crate) struct MountWithLocks<'a> {
 /// Starts the file locks that exclude programs on other hosts too, and returns them. `None` if the mount has no layer
 /// of logs: the kernel then manages locks for this host. A read-only mount gets locks that are always refused.
 ///
-/// If this process continues the mount of a dead firnd, `taken_over` has the locks of its programs.
+/// A lock of a program is held as a lock of a *lock file*, a file in the backing's `.firn` that all hosts use. If this
+/// process continues the mount of a dead firnd, `taken_over` has the locks of its programs.
 pub(crate) fn start(mount: &MountWithLocks<'_>) -> Result<Option<Arc<FileLocks>>, AttachError> {
     let &MountWithLocks {
         backing,
@@ -63,6 +69,7 @@ pub(crate) fn start(mount: &MountWithLocks<'_>) -> Result<Option<Arc<FileLocks>>
     let dir =
         own::make_dir(&base, &firn_dir, FILE_LOCKS).map_err(|error| to_error(error.below(TOP)))?;
     let hosts = LivingHosts::open(backing, LeaseUse::Logs, &host)?;
+    // Without a live table or a keeper, no next firnd continues the mount, and the locks end with this one.
     let keeping: Option<Box<dyn LockKeeping>> = match (engine.live(), link) {
         (Some(table), Some(link)) => Some(Box::new(LocksForNextFirnd {
             table: Arc::clone(table),
@@ -86,7 +93,8 @@ pub(crate) fn start(mount: &MountWithLocks<'_>) -> Result<Option<Arc<FileLocks>>
         .map_err(AttachError::io("start the thread of locks"))
 }
 
-/// Stores locks in the live table, and lock files in the keeper of the mount.
+/// Keeps the locks of programs for the next firnd: the live table lists them, and the keeper holds the lock files, by
+/// which the backing has these locks, open.
 struct LocksForNextFirnd {
     table: Arc<LiveTable>,
     link: Arc<KeeperLink>,
@@ -131,17 +139,21 @@ fn lock_file_label(lock_file: u64) -> Label {
     }
 }
 
-/// Takes the locks that programs had in the mount of the firnd that died. They are listed in the live table, a mapped
-/// file for the next firnd; the keeper has held their lock files open. A lock without its handle or lock file leaves
-/// the live table, and the lock thread releases it in the backing.
+/// Returns the locks of programs that this firnd continues after the death of the one that served the mount.
+///
+/// A program's lock on a file is held as a lock of a second file in the backing, its *lock file*, which all hosts use.
+/// The live table, a mapped file, lists which program has which lock; the keeper, the process that started this firnd,
+/// has held the lock files open. A lock that lacks its lock file, or its program's open file, is not returned: it is
+/// removed from the live table, and the lock thread releases it in the backing.
 fn take_kept_locks(taken_over: &TakenOverMount, engine: &Engine<Store>) -> KeptLocks {
-    let files = std::mem::take(&mut *taken_over.lock_files.lock());
+    let lock_files = std::mem::take(&mut *taken_over.lock_files.lock());
     let resumed = &taken_over.resumed;
+    // The program still has the locked file open by the same handle, and the keeper has held the lock file.
     let can_continue = |lock: &FileLock| {
         let locked_file = engine
             .open_files
             .backing_inode_number(HandleId(lock.handle));
-        locked_file == Ok(lock.file) && files.iter().any(|file| file.ino == lock.lock_file)
+        locked_file == Ok(lock.file) && lock_files.iter().any(|file| file.ino == lock.lock_file)
     };
     resumed.table.retain_file_locks(can_continue);
     let mut locks: HashMap<LockFileKey, Vec<HeldLock>> = HashMap::new();
@@ -153,14 +165,19 @@ fn take_kept_locks(taken_over: &TakenOverMount, engine: &Engine<Store>) -> KeptL
         };
         if can_continue(lock) {
             let file = lock.file;
+            // A file has one lock file for each kind of lock.
             let key = LockFileKey { file, kind };
             locks.entry(key).or_default().push(held_lock(lock));
         }
     }
-    KeptLocks { files, locks }
+    KeptLocks {
+        files: lock_files,
+        locks,
+    }
 }
 
-/// Converts a lock of the live table, a mapped file in which the earlier firnd has listed the locks of programs.
+/// Converts a lock of a program from the form of the live table, a mapped file in which the earlier firnd listed it, to
+/// the form of the lock thread. Which file is locked is not in the result.
 fn held_lock(lock: &FileLock) -> HeldLock {
     HeldLock {
         owner: Owner {

@@ -198,10 +198,10 @@ impl HostLease {
     }
 
     /// Takes the lease of this host (a locked file in the backing that shows that the host lives), unless it has it
-    /// already, and adds a use such as transactions. `terms` say how this host mounts the backing. After a failure the
-    /// lease may be taken for a use that does not begin.
+    /// already, and publishes in it a use of the backing (`purpose`) and how this host mounts it (`terms`).
     ///
-    /// Fails if another process has the lease, or if the use needs locks that reach other hosts and they do not.
+    /// Fails if another process has the lease, or if the use needs locks that reach other hosts and they do not. The
+    /// caller then releases a lease that this call took.
     fn acquire_and_add_use(
         &mut self,
         purpose: LeaseUse,
@@ -225,6 +225,7 @@ impl HostLease {
         // The use is published before this host reads what others have published. So of two hosts that mount at once,
         // at least one sees the other.
         lease.add_use(purpose, terms, &self.backing)?;
+        // The inner result says whether locks reach other hosts, the outer one whether the backing could be asked.
         match lease.find_reach(&self.backing)? {
             Ok(()) => Ok(()),
             Err(ReachError::StaysOnHost { .. }) if is_safe_with_local_locks(purpose) => Ok(()),
@@ -483,6 +484,7 @@ fn find_leases_of_arena(
         let device = base.attr(&dir).map_err(|errno| to_error(errno.into()))?.dev;
         let had_arena =
             report_in_heartbeat(&heartbeat).is_some_and(|report| report.arena.as_path() == arena);
+        // A free lock proves that the process is dead if the lock was in this host's kernel.
         let is_dead = !heartbeat.is_released() && heartbeat.does_free_lock_prove_end(&boot, device);
         if had_arena
             && is_dead

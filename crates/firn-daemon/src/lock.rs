@@ -1,5 +1,6 @@
 //! The locks that give a backing and an arena one firnd (the process that serves a mount) on this host. The backing is
-//! the directory that is served; the arena is shared memory with the bytes that are not there yet.
+//! the directory that is served; the arena is shared memory with the bytes that are not there yet. Locks of programs on
+//! files are in [`crate::file_locks`].
 //!
 //! Promise: while [`Locks`] exist, no other firnd or `firn recover` of this host works on the same backing or arena.
 //! The kernel releases the locks when the process ends, in whatever way. The locks of a mount with a keeper, which

@@ -7,8 +7,8 @@
 //! * To *settle* a file is to do the work that its last close has left for later, such as flattening.
 //! * *Work under way* is a file of which other hosts flatten parts at this moment.
 //!
-//! Parts: [`open_store`] makes the layer. A [`Settler`] is the thread of a mount that settles files; a [`Flattener`] sends it
-//! requests. [`flatten`] and [`flatten_with_loss`] work on a backing without a mount.
+//! Parts: [`open_store`] makes the layer. A [`Settler`] is the thread of a mount that settles files; a [`Flattener`]
+//! sends it requests. [`flatten`] and [`flatten_with_loss`] work on a backing without a mount.
 //!
 //! Promises
 //! * A backing that has containers is never opened without its logs, so logged files are complete in every mount.

@@ -134,6 +134,8 @@ impl LossReport {
 }
 
 impl Report for LossesBelow<'_> {
+    /// Writes a line about one loss of data to the report and counts it, before the data is given up. After an error
+    /// the caller must not give the data up.
     fn add(&mut self, loss: Loss) -> Result<(), Errno> {
         let path = if loss.path.as_os_str().is_empty() {
             self.path.to_owned()
@@ -157,8 +159,9 @@ impl Report for LossesBelow<'_> {
     }
 }
 
-/// Returns the line of the report for one loss in the file at `path`: which log or index in the container (the
-/// directory of the file's logs) is damaged, and what that does to the file.
+/// Returns the line of the report for one loss in the file at `path`: what is damaged in the container, the directory
+/// of the file's logs, and what that does to the file. Damaged can be a log (bytes of one host), its index (where these
+/// bytes belong), or a file about the whole container (the seal or the head), which has no host.
 fn describe_loss(path: PathBuf, loss: &Loss) -> ReportLine<'_> {
     let (host, damaged, effect) = match &loss.lost {
         LostPart::Bytes { range, host, log } => {

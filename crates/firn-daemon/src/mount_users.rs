@@ -1,6 +1,6 @@
 //! Finds the processes that use a mount, in all mount namespaces.
 //!
-//! A mount namespace that is created while a Firn is mounted (a container, `unshare -m`) has its own copy of the mount.
+//! A mount namespace that is created while the mount exists (a container, `unshare -m`) has its own copy of the mount.
 //! An unmount here removes neither that copy nor the files that programs have open there. The kernel ends the
 //! connection only when the last copy is gone. Bind mounts are copies too.
 //!

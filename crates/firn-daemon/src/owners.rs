@@ -282,6 +282,7 @@ impl Owners {
             let Some(owned) = table.owned.get_mut(scope) else {
                 break;
             };
+            // While another request about the transaction runs, the thread does not abort it.
             let is_orphan = owned.is_orphan() && requests == 0;
             if !owned.is_aborting && !is_orphan {
                 break;
@@ -298,6 +299,7 @@ impl Owners {
             // The thread aborts the transaction, and then notifies this one.
             self.wake();
             self.changed.wait(&mut table);
+            // An aborted transaction has no entry any more. If the entry is still there, its new state is read.
             if !table.owned.contains_key(scope) {
                 return Err(RequestRefusal::Aborted { owner });
             }
@@ -381,6 +383,7 @@ impl Owners {
     fn abort_orphans(&self, scopes: &dyn ScopeActions, orphans: &[Vec<u8>]) -> bool {
         let mut has_failed_abort = false;
         for scope in orphans {
+            // `None` means that there is no transaction, and `Some(false)` that it is prepared: neither is aborted.
             let abort_result = match scopes.is_open(scope) {
                 Some(true) => scopes.abort(scope),
                 _ => Ok(()),

@@ -77,12 +77,14 @@ pub(crate) trait Part: Send + Sync {
     /// may run before [`start`](Self::start), because the control socket answers while later parts start.
     fn fill_status(&self, _status: &mut Status) {}
 
-    /// Returns an error if the mount cannot serve this request now.
+    /// Returns the reply that refuses a request which the mount cannot serve now; `None` if this part does not refuse
+    /// it. All parts are asked before one of them answers.
     fn refuse(&self, _request: &Request) -> Option<Reply> {
         None
     }
 
-    /// Answers a request that concerns this part; `None` for all others. The engine answers what no part answers.
+    /// Returns the final reply to a request that concerns this part; `None` for all others. The engine answers what no
+    /// part answers.
     fn answer(&self, _client_request: &mut ClientRequest<'_>) -> Option<Reply> {
         None
     }

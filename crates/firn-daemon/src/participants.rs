@@ -38,8 +38,8 @@ pub(crate) fn members(options: &Options) -> Result<Option<Members>, AttachError>
     Ok(Some(Members { host, expected }))
 }
 
-/// Adds up the uses of files by process. The kernel reports the thread of each request. A thread that has ended counts
-/// under its own number.
+/// Merges the uses of each file by the threads of a process into one use by that process, because the kernel reports
+/// the thread of each request. A thread that has ended counts under its own number.
 pub(crate) fn by_process(mut used: Vec<AccessedFile>) -> Vec<AccessedFile> {
     let mut processes = HashMap::new();
     for file in &mut used {

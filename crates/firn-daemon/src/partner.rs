@@ -257,7 +257,9 @@ impl PartnerReporter {
             return error_reply(Errno::INVAL, "this connection has named no partner");
         }
         let durability = &partner.engine.durability;
+        // The connection may lose its partner meanwhile, so `may_mark` is called again under the file's lock.
         let marked = durability.mark_partnered(path.as_bytes(), changes, may_mark);
+        // Threads that wait for copies count what is left again.
         partner.reporters.lock().marks += 1;
         partner.marked.notify_all();
         match marked {

@@ -105,6 +105,7 @@ pub fn recover_host(backing: &Path, host: String) -> Result<HostReport, RecoverE
     let backing = preflight::check_backing(backing, false)?;
     let members = Members {
         host,
+        // The number of hosts is not used, because no votes are counted here.
         expected: Expected::Count(0),
     };
     let mut lease = HostLease::new(&backing, None);
@@ -276,6 +277,7 @@ fn begin_stub_tree(
     events: Sender<Event>,
 ) -> Result<Stubs, AttachError> {
     let engine = Arc::clone(&attached.engine);
+    // Programs open no stub of this tree, and only such an open needs to know how files are placed.
     let places_by_name = false;
     let stubs = Stubs::begin(
         engine,

@@ -215,6 +215,7 @@ fn drop_data_of_other_staging_owners(
         return Ok(());
     }
     let arena_id = arena.id();
+    // An owner is a host name with its own directory of transactions in the backing, or none for a mount of one host.
     for owner in TransactionalBacking::other_staging_owners(directory, members)? {
         let directory =
             DirBacking::open(backing).map_err(|source| AttachError::BackingUnusable {

@@ -370,6 +370,7 @@ impl Takeover {
         device: BorrowedFd<'_>,
         exchange: &InitExchange,
     ) -> Result<(), &'static str> {
+        // Without a keeper or a live table, no other firnd continues the mount; `obstacle` says that already.
         let (Some(link), Some(table)) = (&self.link, &self.table) else {
             return Ok(());
         };
@@ -384,6 +385,7 @@ impl Takeover {
             mount_point: self.mount_point.as_os_str().as_bytes().to_vec(),
             exchange: exchange.clone(),
         };
+        // By its control file the keeper can abort the connection. A takeover works without that file.
         let control = firn_fuse::open_control(minor).ok();
         table
             .seal(&header)
@@ -493,6 +495,8 @@ impl KeepConnection for Takeover {
 }
 
 impl Part for Takeover {
+    /// Adds to the status whether another firnd can continue the mount if this one dies, and why not; how the last
+    /// upgrade ended; and the takeovers so far.
     fn fill_status(&self, status: &mut Status) {
         let obstacle = *self.obstacle.lock();
         status.takeover = match obstacle {
@@ -518,6 +522,9 @@ impl Part for Takeover {
         }
     }
 
+    /// Answers `firn upgrade`: prepares the upgrade, replies with the keeper's process, and then kills this process, so
+    /// that the keeper starts the new program. It returns only if that is impossible, with the reason. `None` for all
+    /// other requests.
     fn answer(&self, client_request: &mut ClientRequest<'_>) -> Option<Reply> {
         let Request::Upgrade { options } = client_request.request else {
             return None;

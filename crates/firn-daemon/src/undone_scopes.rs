@@ -1,10 +1,9 @@
-//! Refuses changes of programs that have not been informed yet that their transaction was aborted, because firnd (the
-//! process that serves the mount) died.
+//! Informs programs that their transaction was aborted because firnd, the process that serves the mount, died: their
+//! next change in the transaction's scope fails.
 //!
 //! A transaction in buffer mode keeps its changes in the memory of its firnd until the commit. If that firnd dies, the
-//! next one aborts the transaction. A program in the transaction may not have noticed. It would make the rest of its
-//! changes outside of any transaction, or in a new checkpoint of a commit rule. So firnd informs the program by an
-//! error:
+//! next one aborts the transaction. Without an error, a program in the transaction would not notice. It would make the
+//! rest of its changes outside of any transaction, or in a new checkpoint of a commit rule. So a change gets an error:
 //!
 //! | change in the scope of an aborted transaction | answer |
 //! |---|---|
@@ -87,12 +86,12 @@ impl UndoneScopes {
         self.has_uninformed_scope.load(Ordering::Acquire)
     }
 
-    /// Fails with ECANCELED if the program has to be informed that its transaction was aborted when firnd died, and
-    /// records in the live table (a mapped file for the next firnd) that its process was informed. A scope is the path
-    /// that the transaction covered.
+    /// Fails with ECANCELED if the program that makes a change does not know yet that its transaction was aborted when
+    /// firnd died. The error informs it. This is recorded in the live table (a mapped file for the next firnd), so that
+    /// each process gets the error once. A scope is the path that the transaction covered.
     ///
-    /// Only processes that ran at that death are informed, each once. A request that an earlier firnd had received
-    /// already is always refused.
+    /// Only processes that ran at that death are informed. A request that an earlier firnd had received already
+    /// (`is_repeated`) is always refused.
     pub(crate) fn check_change(&self, change: &RequestedChange<'_>) -> Result<(), Errno> {
         let entries = self.table.undone_scopes();
         // An entry with `informed` records a process that was informed; one without it is an aborted scope.
@@ -105,6 +104,7 @@ impl UndoneScopes {
                 aborted_scopes.push(entry);
             }
         }
+        // Of several aborted scopes, that of the last death decides. `None`: the change is in no aborted scope.
         let Some(last_death) = aborted_scopes.iter().map(|scope| scope.died_ticks).max() else {
             return Ok(());
         };

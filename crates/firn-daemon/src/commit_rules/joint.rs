@@ -189,6 +189,7 @@ impl CommitRules {
     /// for these steps.
     pub(crate) fn watch_hosts(&self) {
         let mut dead_hosts = DeadHostCache::default();
+        // The pauses between reads of the ballots become longer; after each step they are short again.
         let mut waits = READ_RETRY.start();
         loop {
             let open_scopes: Vec<ScopeNumber> = {
@@ -212,7 +213,7 @@ impl CommitRules {
             if std::mem::take(&mut table.is_woken) {
                 waits = READ_RETRY.start();
             } else if !table.is_stopped {
-                // The pause grows while nothing happens; `changed` ends it at each change of the table.
+                // `changed` ends the pause at each change of the table.
                 let pause = if open_scopes.is_empty() {
                     LIVENESS_CHECK_EVERY
                 } else {
@@ -505,6 +506,7 @@ impl CommitRules {
             }
         });
         let mut table = self.table.lock();
+        // This is recorded after a failure too. Once the attempt is given up, the part is opened again because of it.
         table.joint_commits.entry(scope).or_default().prepared = Some(PreparedAttempt {
             number,
             since: Instant::now(),
@@ -653,6 +655,7 @@ impl CommitRules {
         let deadline = Instant::now() + settings.hosts_timeout;
         for scope in scopes {
             let mut table = self.table.lock();
+            // Answers of the time before this event do not count. The thread of the commit sets the flags again.
             if let Some(joint) = table.joint_commits.get_mut(scope) {
                 joint.is_answered = false;
                 joint.is_refused = false;
@@ -700,15 +703,18 @@ impl CommitRules {
 }
 
 impl super::RuleTable {
-    /// Returns whether a program must wait for the other hosts after its change has completed a checkpoint (the event).
-    /// Fails with EIO if the checkpoint is aborted, or if the last attempt to commit it was refused. The caller holds
-    /// the lock of this table.
+    /// Returns whether a program must wait longer for the other hosts of a checkpoint. `event` is what the program has
+    /// done: the change that completes the checkpoint, or the first change of the next one.
+    ///
+    /// Returns false once the checkpoint is committed, or waits for a host that still writes. Fails with EIO if it is
+    /// aborted, or if the last attempt to commit it was refused. The caller holds the lock of this table.
     fn must_wait_for_hosts(&self, scope: ScopeNumber, event: EventKind) -> Result<bool, Errno> {
         let result = self.joint_results.get(&scope);
         if let Some(result) = result {
             if result.outcome == JointOutcome::Aborted {
                 return Err(Errno::IO);
             }
+            // After a close, programs must see the committed names, so it also waits until the kernel's cache is clear.
             if result.is_cache_clear || event != EventKind::Close {
                 return Ok(false);
             }
@@ -717,10 +723,12 @@ impl super::RuleTable {
             if joint.is_refused {
                 return Err(Errno::IO);
             }
+            // All hosts have answered, and one of them still writes. Only the next checkpoint waits for that host.
             if joint.is_answered && event != EventKind::Next {
                 return Ok(false);
             }
         }
+        // A checkpoint without an open scope or a result has no commit to wait for.
         let is_unknown = result.is_none() && !self.scopes.contains_key(&scope);
         Ok(!is_unknown)
     }

@@ -139,6 +139,7 @@ impl CommitRules {
                 Some(kind) => kind,
                 None => {
                     let entry = namespace.lookup(dir, &name)?;
+                    // Without this call, the engine would count the lookup and keep the object in memory.
                     namespace.forget(entry.inode, 1);
                     entry.attr.kind
                 }

@@ -321,6 +321,7 @@ impl<B: Backing> StubRequest<'_, B> {
                 } => (offset, stored_count),
             };
         let count_to_store = storable_bytes_at(offset);
+        // The file has reached `size_max`.
         if count_to_store == 0 && source.len() > 0 {
             return Err(Errno::FBIG);
         }
@@ -384,6 +385,7 @@ impl<B: Backing> StubRequest<'_, B> {
         self.tree.sync_open_name(handle)?;
         let file = self.engine.open_files.backing_inode_number(handle)?;
         let owner = lock_end(locks, file, handle)?;
+        // The bytes go to the end of the file, and their offset is recorded below, after the append.
         let shared_append = SharedAppend {
             data: &data,
             size_max,
@@ -576,6 +578,7 @@ fn attr_answer(attr: StubAttr) -> Answer {
 /// number in the backing. Returns the owner of the lock, with which `release_end` releases it.
 fn lock_end(locks: &FileLocks, file: u64, handle: HandleId) -> Result<Owner, Errno> {
     let ticket = locks.next_ticket();
+    // The lock belongs to this one append and not to a process, so the ticket is its owner.
     let owner = Owner {
         number: ticket.number(),
         handle: handle.0,

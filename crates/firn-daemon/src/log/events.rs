@@ -1,12 +1,13 @@
-//! The events of a mount: lines of the log with the target [`TARGET`].
+//! Stores the events of a mount, such as a commit, a full arena or a failure of the backing. An event is a message of
+//! the log with the target [`TARGET`].
 //!
-//! They are stored as JSON in a file beside the log. The newest ones stay in memory for the record of the run, a
-//! summary of the mount's life.
+//! Each event is a line of JSON in a file beside the log. The newest events are also in memory, for the record of the
+//! run, a summary of the mount's life.
 //!
 //! Promises
 //! * An event is one line and one write; it waits only for this host's memory.
-//! * The file has at most [`FILE_BYTES_MAX`] and the last line. A longer file is renamed to the ending `.old`, and
-//!   replaces the older file of that name.
+//! * A file that is longer than [`FILE_BYTES_MAX`] gets the ending `.old` before the next event, and replaces the older
+//!   file of that name.
 //! * A line that cannot be written is lost; nothing else fails.
 
 use std::collections::VecDeque;
@@ -46,8 +47,8 @@ struct EventStore {
     forgotten: u64,
 }
 
-/// Starts to store the events of a mount in the file `path` and in memory. If the file cannot be opened, they stay in
-/// memory only.
+/// Starts to store the events of a mount (such as a full arena) in the file `path`, and the newest ones in memory. If
+/// the file cannot be opened, events are in memory only. Events before this call are not stored.
 pub(crate) fn start(path: PathBuf, host: String, mount_point: BytePath) {
     let file = match open_event_file(&path) {
         Ok(file) => Some(file),
@@ -116,12 +117,15 @@ impl<S: Subscriber> Layer<S> for EventLayer {
 }
 
 impl EventStore {
-    /// Stores one event, such as a commit or a full arena, in the file and in memory. The oldest event in memory is
-    /// dropped at the limit. A log message without the field `kind` is no event.
+    /// Stores one event, such as a commit or a full arena: appends it to the file of events, and to the newest events
+    /// in memory. Beyond [`EVENTS_MAX`] events in memory, the oldest is dropped and counted in `forgotten`.
+    ///
+    /// `fields` are those of the log message. Without the text field `kind`, the message is no event.
     fn store_event(&mut self, mut fields: Map<String, Value>) {
         let Some(Value::String(kind)) = fields.remove("kind") else {
             return;
         };
+        // Each event and its fields are documented in one table, which this check keeps complete.
         debug_assert!(
             events::find(&kind).is_some_and(|known| fields
                 .keys()
@@ -131,6 +135,7 @@ impl EventStore {
         let now = SystemTime::now();
         self.write(now, &kind, &fields);
         let since_epoch = now.duration_since(UNIX_EPOCH).unwrap_or_default();
+        // In memory, the values of all fields are text.
         let text_fields = fields.into_iter().map(|(name, value)| match value {
             Value::String(text) => (name, text),
             other_type => (name, other_type.to_string()),
@@ -146,7 +151,9 @@ impl EventStore {
         }
     }
 
-    /// Writes one event to the file as a line of JSON. A file that is too long is first renamed, and a new one begun.
+    /// Appends one event to the file as a line of JSON; an error is ignored. A file that is longer than
+    /// [`FILE_BYTES_MAX`] is first renamed to `.events.old`, in place of an earlier file of that name, and a new one is
+    /// begun. `fields` are those of the event without its kind.
     fn write(&mut self, now: SystemTime, kind: &str, fields: &Map<String, Value>) {
         let is_too_long = |file: &File| {
             file.metadata()
@@ -154,6 +161,7 @@ impl EventStore {
         };
         if self.file.as_ref().is_some_and(is_too_long) {
             let old_path = self.path.with_extension("events.old");
+            // If the rename fails, the long file grows further.
             if std::fs::rename(&self.path, old_path).is_ok() {
                 self.file = open_event_file(&self.path).ok();
             }

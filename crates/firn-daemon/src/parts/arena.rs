@@ -61,6 +61,9 @@ impl ArenaFile {
 }
 
 impl Part for ArenaFile {
+    /// Removes the arena (the host's memory with bytes that the backing lacks) at the end of the mount, if it is to be
+    /// discarded, or if it is empty and no call of the backing may still need it. An empty, damaged arena is renamed
+    /// instead. `stop` gets the number of bytes that stay in the arena.
     fn stop(&self, stop: &mut StopContext) {
         // These bytes are in the arena (the host's memory) only.
         let remaining_bytes = count_remaining_bytes(&self.engine);

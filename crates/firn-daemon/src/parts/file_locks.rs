@@ -1,4 +1,5 @@
-//! The file locks of programs that exclude programs on other hosts, as a part of the mount that is stopped at its end.
+//! Releases the locks that programs have on files at the end of a mount, if these locks also exclude programs on other
+//! hosts. A *lock file* is the file in the backing that firnd locks for a file's programs, so that other hosts see it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,7 +17,8 @@ pub(crate) struct LocksOfFiles(pub(crate) Arc<FileLocks>);
 impl Part for LocksOfFiles {
     fn stop(&self, stop: &mut StopContext) {
         if stop.was_never_visible {
-            // Another firnd may resume the locks. Otherwise they end with this process.
+            // Locks of an earlier firnd's programs stay, because another firnd may resume them. Without a keeper they
+            // end with this process.
             return;
         }
         self.0.stop(STOP_TIMEOUT);

@@ -33,6 +33,8 @@ impl HeldLocks {
 }
 
 impl Part for HeldLocks {
+    /// Releases the locks of the mount after all other parts have stopped. They stay until the end of the process if it
+    /// may still change the backing, or if the arena (the host's memory) is kept.
     fn stop(&self, stop: &mut StopContext) {
         let Some(mut locks) = self.0.lock().take() else {
             return;

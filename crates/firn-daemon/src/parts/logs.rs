@@ -168,8 +168,10 @@ impl Part for WrittenLogs {
         }))
     }
 
+    /// Stops the settler, the thread that makes plain files from logs, and then makes plain files from the logs that
+    /// remain, unless held data is to be kept. `stop` gets the files that stay in logs.
     fn stop(&self, stop: &mut StopContext) {
-        // The settler is the thread that makes plain files from logs.
+        // Without a settler the part was not started, or it is stopped already.
         let Some(settler) = self.settler.lock().take() else {
             return;
         };

@@ -57,6 +57,8 @@ impl Part for Participation {
         }
     }
 
+    /// Refuses requests about transactions after this host has lost its lease, the locked file by which other hosts see
+    /// that it lives. `None`: this part does not refuse the request.
     fn refuse(&self, request: &Request) -> Option<Reply> {
         match request {
             Request::Begin { .. }
@@ -66,7 +68,7 @@ impl Part for Participation {
             | Request::Restore { .. } => {}
             _ => return None,
         }
-        // The lease shows other hosts that this one lives. Without it, another process may act in this host's name.
+        // Without the lease, another process may act in this host's name.
         let lost = self.lease.loss_reason()?;
         Some(Reply::Error {
             errno: libc::ECANCELED,

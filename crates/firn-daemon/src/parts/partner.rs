@@ -1,4 +1,5 @@
-//! The copies on a partner host (`partner=`), as a part.
+//! Answers requests about the partner (`partner=`), the host with copies of this host's files. This is a part, one
+//! feature of a mount.
 
 use std::sync::Arc;
 
@@ -17,6 +18,8 @@ impl Part for PartnerCopies {
         status.partner = Some(self.0.status());
     }
 
+    /// Answers requests about the partner, the host with copies of this host's files: waits until it has copied a path,
+    /// or stores a report of it. `None` for all other requests.
     fn answer(&self, client_request: &mut ClientRequest<'_>) -> Option<Reply> {
         match client_request.request {
             Request::Wait {

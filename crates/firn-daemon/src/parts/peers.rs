@@ -1,4 +1,5 @@
-//! The other hosts that have the backing mounted, as a part: compares how they mount it.
+//! Compares at intervals how this host and the other living hosts mount the backing, and shows the differences in the
+//! status. This is a part, one feature of a mount.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

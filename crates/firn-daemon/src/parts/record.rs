@@ -135,11 +135,14 @@ fn unix_microseconds(time: SystemTime) -> u64 {
 }
 
 impl Part for Record {
+    /// Starts the thread that takes samples of the engine's counters for the record of the run. Each sample says how
+    /// long the pause before the next one is.
     fn start(&self, _: &Parts) -> Result<(), MountError> {
         let recorder = Arc::clone(&self.recorder);
         let (stop, stopped) = channel();
         let take_samples = move || {
             let mut pause = recorder.take_sample();
+            // The loop ends when the part drops `stop`, the other end of the channel.
             while stopped.recv_timeout(pause) == Err(RecvTimeoutError::Timeout) {
                 pause = recorder.take_sample();
             }

@@ -36,6 +36,8 @@ impl Traffic {
 }
 
 impl Part for Traffic {
+    /// Adds a sample of the counters of bytes to the window, from which the status computes rates. Logs one hint for
+    /// the user if programs wait long in close(2).
     fn run_due(&self) {
         let transferred = self.engine.transferred();
         let totals = Totals {
@@ -45,7 +47,6 @@ impl Part for Traffic {
             pulled: self.pulls.bytes(),
         };
         self.window.lock().add(Instant::now(), totals);
-        // The user gets one hint if programs wait long in close(2).
         let close_wait_seconds = self.engine.close_wait().as_secs_f64();
         let uptime_seconds = self.engine.uptime().as_secs_f64();
         if let Some(hint) = close_hint(close_wait_seconds, uptime_seconds)
@@ -55,6 +56,8 @@ impl Part for Traffic {
         }
     }
 
+    /// Adds the rates in bytes per second to the status, and the figures of pulls (copies of files for other hosts).
+    /// The rates are those from the oldest sample of the window to the totals that the engine has put into the status.
     fn fill_status(&self, status: &mut Status) {
         let totals = Totals {
             ingest: status.ingest_bytes,

@@ -64,9 +64,9 @@ impl Transactions {
 
     /// Continues the transactions of an earlier firnd, which this one has replaced. `stored` lists them, from the live
     /// table (a mapped file for the next firnd). Their owners are watched again, because the end of an owner aborts.
-    /// `undone` are the scopes (paths) of those that were aborted; their programs will get errors.
-    pub(crate) fn resume(&self, stored: &[Stored<Transaction>], undone: &[Vec<u8>]) {
-        for scope in undone {
+    /// `aborted_scopes` are the paths of those that could not continue; their programs will get errors.
+    pub(crate) fn resume(&self, stored: &[Stored<Transaction>], aborted_scopes: &[Vec<u8>]) {
+        for scope in aborted_scopes {
             record_undone(&self.gate, scope);
             self.owners.record_undone(scope);
             if let Some(rules) = &self.rules {
@@ -185,6 +185,8 @@ impl Part for Transactions {
         refuse_changes_after_decided_commits(&self.gate);
     }
 
+    /// Stops the threads that watch owners and hosts, and ends the transactions that this mount can end. Changes that
+    /// wait for another transaction then fail.
     fn stop(&self, stop: &mut StopContext) {
         let gate = Arc::clone(&self.gate);
         let owners = Arc::clone(&self.owners);

@@ -93,6 +93,7 @@ impl SimDisks {
         Lanes::open(self.primary.clone(), setup).expect("open the lanes")
     }
 
+    /// Opens the layers below transactions (logs and lanes) that `stack` has, over the simulated disks.
     fn open_lower_store(&self, stack: Stack) -> LoggableStore<SimBacking> {
         let placeable = if stack.lanes {
             Either::Upper(self.open_lanes())
@@ -209,7 +210,10 @@ fn read_tree_as_programs<B: Backing>(store: &B) -> Tree {
     tree
 }
 
-/// Checks that nothing of the transaction is left, and that the backing without transactions is what programs saw.
+/// Checks the layers below transactions after a run: no file of the transaction is left there, and without that layer a
+/// reader finds the tree `seen`, which programs saw. `context` says in a failure which run it was.
+///
+/// With `lost_power`, files that were not synced may have left logs and data without a name.
 fn check_lower_store(disks: &SimDisks, stack: Stack, lost_power: bool, seen: &Tree, context: &str) {
     let lower_store = disks.open_lower_store(stack);
     if let Some(logs) = lower_store.upper() {
@@ -304,7 +308,8 @@ fn first_call() -> u64 {
     1 + seed % CALL_STEP
 }
 
-/// Proves S-tx-123.
+/// Cuts a commit off at one call after another, with and without a power loss. After each crash, programs must see the
+/// tree before the commit or the tree after it, and the latter if the commit had succeeded. Proves S-tx-123.
 #[test]
 fn a_transaction_that_is_cut_off_at_any_call_is_there_whole_or_not_at_all() {
     for mode in [Mode::Buffer, Mode::Shadow] {
@@ -332,6 +337,7 @@ fn a_transaction_that_is_cut_off_at_any_call_is_there_whole_or_not_at_all() {
                     disks.crash_at(call);
                     let committed = commit_changes(&store).is_ok();
                     let found = disks.after_crash(power_loss);
+                    // The drop of the crashed store would clean up, which a killed process does not.
                     std::mem::forget(store);
                     let store = open_transactional(&found, stack, mode, &context);
                     let seen = read_tree_as_programs(&store);

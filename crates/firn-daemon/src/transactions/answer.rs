@@ -34,8 +34,9 @@ struct RequestResult {
     path_after: Option<Vec<u8>>,
 }
 
-/// Carries out a request about a transaction on behalf of `peer`, the process that asks. The path in the request is
-/// that of the scope (the directory that the transaction covers) at the begin of the transaction.
+/// Carries out a request about a transaction on behalf of `peer`, the process that asks, and returns the reply. The
+/// path in the request is that of the scope (the directory that the transaction covers) at the begin of the
+/// transaction. After a commit the result also has the scope's present path, because programs may have renamed it.
 fn carry_out(
     gate: &TransactionGate,
     request: &Request,

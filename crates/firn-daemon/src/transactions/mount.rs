@@ -166,6 +166,8 @@ impl Mount<LoggableStore> for MountActions<'_> {
         }
     }
 
+    /// Returns whether one of `hosts` is alive, by its lease in the backing. Fails if the backing cannot be opened for
+    /// that.
     fn is_any_living(&self, hosts: &[String]) -> Result<bool, Errno> {
         // A host that commits alone knows no others.
         let Some(living_hosts) = self.living_hosts()? else {

@@ -1,4 +1,4 @@
-//! Transactions in the status of a mount.
+//! Describes the transactions of a mount for its status: the scope, stage, owner and size of each, and why it waits.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
@@ -23,8 +23,8 @@ pub(crate) fn transaction_statuses(
         .collect()
 }
 
-/// Returns the status of one transaction. Its `figures` come from the layer of transactions. Its bytes are the sum of
-/// those that were written and those that only the arena (the host's memory) has.
+/// Returns the status of one transaction, from the `figures` of the layer of transactions, its owner, and the bytes in
+/// the arena (the host's memory). The field `bytes` has the bytes that were written and those in the arena only.
 fn transaction_status(
     gate: &Arc<TransactionGate>,
     owners: &Owners,

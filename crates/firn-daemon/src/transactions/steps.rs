@@ -1,4 +1,5 @@
-//! Counts the steps of this mount's transactions, and logs each step with `log-level=debug`.
+//! Counts the steps of this mount's transactions (begin, prepare, decision and so on) for the status, and logs each
+//! step with `log-level=debug`. A decision and an undo are also events of the mount.
 
 use std::collections::BTreeMap;
 
@@ -19,7 +20,8 @@ pub(crate) fn steps() -> BTreeMap<String, u64> {
     EVENTS.figures()
 }
 
-/// Logs a step that decides or undoes a transaction; other steps are not logged here.
+/// Logs an event of the mount if a step decides a transaction (it is committed) or undoes it (it is aborted). Other
+/// steps are not logged here.
 fn log_end_of_transaction(event: Event, scope: &str, id: Option<u64>) {
     match (event, id) {
         (Event::Decided, id) => {
