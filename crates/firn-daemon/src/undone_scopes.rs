@@ -104,7 +104,7 @@ impl UndoneScopes {
                 aborted_scopes.push(entry);
             }
         }
-        // Of several aborted scopes, that of the last death decides. `None`: the change is in no aborted scope.
+        // Of several aborted scopes, that of the last death decides. `None`: no process has to be informed.
         let Some(last_death) = aborted_scopes.iter().map(|scope| scope.died_ticks).max() else {
             return Ok(());
         };
