@@ -411,8 +411,8 @@ impl CommitRules {
     }
 
     /// Returns a change with the paths of its objects, by which the rules find the checkpoint. `None` if an object has
-    /// no known name; it is then in no checkpoint. A new length (`Cut`) and a new object that is not opened (`Make`) are
-    /// plain changes for the rules.
+    /// no known name; it is then in no checkpoint. A new length (`Cut`) and a new object that is not opened (`Make`)
+    /// are plain changes for the rules.
     fn locate_change(&self, change: &WatchedChange) -> Option<OwnedChange> {
         Some(match change {
             WatchedChange::Open(inode) => OwnedChange::Open(self.locate_file(*inode)?),
