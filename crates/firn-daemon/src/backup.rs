@@ -429,6 +429,7 @@ impl BackupSearch<'_> {
                 self.others
                     .push(format!("{}: {error}", quoted_path(&manifest)));
             }
+            // The manifest was removed after the test above.
             None => {}
         }
         Ok(true)

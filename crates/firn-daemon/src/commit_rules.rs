@@ -308,6 +308,7 @@ impl CommitRules {
                 if !transaction.paths.contains(path) {
                     continue;
                 }
+                // Once hosts commit together, what they wait for counts, and otherwise what the rule waits for here.
                 let joint_commit = table.joint_commits.get(scope);
                 let obstacle_among_hosts = joint_commit.and_then(|joint| joint.waits_for.clone());
                 shown.rule = Some(transaction.rule.clone());
@@ -410,7 +411,8 @@ impl CommitRules {
     }
 
     /// Returns a change with the paths of its objects, by which the rules find the checkpoint. `None` if an object has
-    /// no known name; it is then in no checkpoint.
+    /// no known name; it is then in no checkpoint. A new length (`Cut`) and a new object that is not opened (`Make`)
+    /// are plain changes for the rules.
     fn locate_change(&self, change: &WatchedChange) -> Option<OwnedChange> {
         Some(match change {
             WatchedChange::Open(inode) => OwnedChange::Open(self.locate_file(*inode)?),

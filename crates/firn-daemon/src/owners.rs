@@ -394,6 +394,8 @@ impl Owners {
             if abort_result.is_ok() && is_open_now.is_none() {
                 table.record_abort(scope);
             } else {
+                // The abort has failed, and is tried again while the transaction is open; or the transaction was
+                // prepared meanwhile and stays.
                 let owned = table
                     .owned
                     .get_mut(scope)

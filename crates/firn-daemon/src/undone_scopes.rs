@@ -3,7 +3,7 @@
 //!
 //! A transaction in buffer mode keeps its changes in the memory of its firnd until the commit. If that firnd dies, the
 //! next one aborts the transaction. Without an error, a program in the transaction would not notice. It would make the
-//! rest of its changes outside of any transaction, or in a new checkpoint of a commit rule. So a change gets an error:
+//! rest of its changes outside of any transaction, or in a new checkpoint of a commit rule. So a change may fail:
 //!
 //! | change in the scope of an aborted transaction | answer |
 //! |---|---|
@@ -104,7 +104,7 @@ impl UndoneScopes {
                 aborted_scopes.push(entry);
             }
         }
-        // Of several aborted scopes, that of the last death decides. `None`: the change is in no aborted scope.
+        // Of several aborted scopes, that of the last death decides. `None`: no process has to be informed.
         let Some(last_death) = aborted_scopes.iter().map(|scope| scope.died_ticks).max() else {
             return Ok(());
         };
