@@ -10,7 +10,8 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use firn_tests::ack::{returned_operations, verify};
 use firn_tests::fsops::close;
@@ -105,7 +106,29 @@ fn is_old(dir: &Path) -> bool {
 
 /// The status forgets a transaction that its owner left before the kernel has heard of the names that changed.
 fn check_old(dir: &Path) {
-    wait_until("the old tree is seen", LIMIT, || is_old(dir));
+    let until = Instant::now() + LIMIT;
+    while !is_old(dir) {
+        assert!(
+            Instant::now() < until,
+            "not the old tree: {:#?}",
+            seen_in(dir)
+        );
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// What programs see of the names that a transaction of these tests changes.
+fn seen_in(dir: &Path) -> Vec<(&'static str, io::Result<String>)> {
+    [
+        "made",
+        "sub/moved",
+        "changed",
+        "removed",
+        "moved",
+        "sub/below",
+    ]
+    .map(|name| (name, fs::read_to_string(dir.join(name))))
+    .into()
 }
 
 /// Begins a transaction in `dir`, and has it live through `kills`. Gives the last round.
