@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 use arbitrary::Arbitrary;
 use firn_arena::journal::replay;
-use firn_arena::{Arena, Damage, Identity, NewPiece, Stored, check};
+use firn_arena::{Arena, Damage, Identity, NewPiece, StoredPiece, check};
 use firn_format::geometry::Geometry;
 use firn_format::slab::Class;
 use firn_format::superblock::SUPERBLOCK_BYTES;
@@ -38,7 +38,7 @@ struct Sample {
     file: std::fs::File,
     head: Vec<u8>,
     geometry: Geometry,
-    pieces: Vec<Stored>,
+    pieces: Vec<StoredPiece>,
 }
 
 thread_local! {
@@ -160,7 +160,7 @@ fn compare(sample: &Sample, input: &Input) {
     // damage to its state may bring back a dead one. The time of a write is not in the sum (FORMAT, "Damage").
     for found in &report.pieces {
         let is_same =
-            |written: &Stored| (written.record, written.piece) == (found.record, found.piece);
+            |written: &StoredPiece| (written.record, written.piece) == (found.record, found.piece);
         assert!(
             found.piece.file == 2 || sample.pieces.iter().any(is_same),
             "{found:?}"

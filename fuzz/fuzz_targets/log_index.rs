@@ -36,12 +36,12 @@ fn framed(body: &[u8]) -> Vec<u8> {
 fn read_index(mut index: &[u8]) {
     let mut resolver = Resolver::new(100);
     let mut offset = 0;
-    while let DecodedFrame::Frame(frame, bytes) = Frame::decode(index) {
+    while let DecodedFrame::Complete(frame, bytes) = Frame::decode(index) {
         let mut again = Vec::new();
         frame.encode(&mut again);
         assert_eq!(
             Frame::decode(&again),
-            DecodedFrame::Frame(frame.clone(), again.len())
+            DecodedFrame::Complete(frame.clone(), again.len())
         );
         if let Change::Written(written) = &frame.change {
             assert!(
