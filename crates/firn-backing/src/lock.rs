@@ -56,6 +56,7 @@ impl<T> Mutex<T> {
     pub const fn new(value: T) -> Self {
         Self(parking_lot::Mutex::new(value))
     }
+
     /// Waits for the lock.
     pub fn lock(&self) -> MutexGuard<'_, T> {
         let guard = self.0.lock();
@@ -64,6 +65,7 @@ impl<T> Mutex<T> {
             _count: GuardCount::increment(),
         }
     }
+
     /// Takes the lock if it is free.
     pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
         let guard = self.0.try_lock()?;
@@ -85,10 +87,12 @@ impl<T> MutexGuard<'_, T> {
     pub fn unlocked<R>(&mut self, work: impl FnOnce() -> R) -> R {
         parking_lot::MutexGuard::unlocked(&mut self.guard, || run_uncounted(work))
     }
+
     /// Waits until `condition` is notified. The lock is released during the wait.
     pub fn wait(&mut self, condition: &Condvar) {
         condition.wait(&mut self.guard);
     }
+
     /// Waits until `condition` is notified, for at most `time`. The lock is released during the wait.
     pub fn wait_for(&mut self, condition: &Condvar, time: std::time::Duration) {
         condition.wait_for(&mut self.guard, time);
@@ -130,6 +134,7 @@ impl<T> RwLock<T> {
     pub const fn new(value: T) -> Self {
         Self(parking_lot::RwLock::new(value))
     }
+
     /// Waits for the lock for reading, which several threads may have at a time.
     pub fn read(&self) -> impl Deref<Target = T> + '_ {
         let guard = self.0.read();
@@ -138,6 +143,7 @@ impl<T> RwLock<T> {
             _count: GuardCount::increment(),
         }
     }
+
     /// Waits for the lock for writing, which one thread may have at a time.
     pub fn write(&self) -> impl DerefMut<Target = T> + '_ {
         let guard = self.0.write();

@@ -78,12 +78,14 @@ impl CachedBytes {
     pub(crate) fn bytes(&self) -> u64 {
         self.cached.as_ref().map_or(0, |cached| cached.bytes)
     }
+
     /// Returns where the cached bytes lie.
     pub(crate) fn extents(&self) -> &Extents {
         self.cached
             .as_ref()
             .map_or(&NO_EXTENTS, |cached| &cached.extents)
     }
+
     /// Returns the state that the backing's file must have for the cached bytes to be valid, if one is known.
     fn backing_stamp(&self) -> Option<BackingStamp> {
         self.cached.as_ref()?.backing_stamp

@@ -59,6 +59,7 @@ impl Principal for AnyPrincipal {
     fn has_cap_fsetid(&self) -> bool {
         false
     }
+
     fn is_in_group(&self, _: u32) -> bool {
         false
     }

@@ -45,15 +45,19 @@ impl Fixture {
             arena: Some(arena),
         }
     }
+
     fn path(&self) -> PathBuf {
         self.dir.path().join("arena")
     }
+
     fn spill(&self) -> PathBuf {
         self.dir.path().join("spill")
     }
+
     fn arena(&self) -> &Arena {
         self.arena.as_ref().expect("attached")
     }
+
     /// Detaches as if all processes had died, calls `change`, which may change the files, and attaches again.
     fn reattach(&mut self, change: impl FnOnce(&Self)) -> (Vec<Piece>, Vec<Damage>) {
         self.arena = None;

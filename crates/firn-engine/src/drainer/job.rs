@@ -96,14 +96,17 @@ impl<B: Backing> Job<B> {
     pub fn inode(&self) -> InodeId {
         self.file.inode.id
     }
+
     /// Returns the file range from the first byte to the end of the last.
     pub fn span(&self) -> Range<u64> {
         self.span.clone()
     }
+
     /// Returns the number of bytes.
     pub fn len(&self) -> u64 {
         self.bytes
     }
+
     /// Returns whether the job has no bytes, which is always false.
     pub fn is_empty(&self) -> bool {
         self.bytes == 0

@@ -37,6 +37,7 @@ impl Principal for User {
     fn has_cap_fsetid(&self) -> bool {
         false
     }
+
     fn is_in_group(&self, gid: u32) -> bool {
         self.group == gid
     }
@@ -51,9 +52,11 @@ impl Principal for Gone {
     fn has_cap_fsetid(&self) -> bool {
         false
     }
+
     fn is_in_group(&self, _: u32) -> bool {
         false
     }
+
     fn has_left(&self) -> bool {
         true
     }

@@ -417,6 +417,7 @@ fn a_file_that_moves_while_it_is_searched_keeps_its_logs() {
         world.b_dies();
         world
     }
+
     fn rename(disk: &SimBacking, from: (&str, &str), to: (&str, &str)) {
         let dir = |name: &str| match name {
             "" => disk.root(),

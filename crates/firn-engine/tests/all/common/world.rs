@@ -294,13 +294,16 @@ impl World {
             .stop_at
             .store(now.saturating_add(steps), Ordering::Relaxed);
     }
+
     /// Returns the number of recoveries so far.
     pub fn lives(&self) -> u32 {
         self.lives
     }
+
     pub fn steps(&self) -> u64 {
         self.fuse.steps.load(Ordering::Relaxed)
     }
+
     pub fn stopped(&self) -> bool {
         self.fuse.stopped.load(Ordering::Relaxed)
     }
