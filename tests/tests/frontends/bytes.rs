@@ -7,15 +7,17 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use firn_protocol::path::BytePath;
 use firn_tests::c::{Installed, Link};
 use firn_tests::mount::{SMALL, patient};
 use firn_tests::random::bytes;
 use firn_tests::sandbox::{is_mounted, kill, kill_and_wait, preload_library};
-use firn_tests::{FirnMount, Outcome, Sandbox, run};
+use firn_tests::{FirnMount, Outcome, Sandbox, run, wait_until};
 use serde_json::{Value, json};
 
+const LIMIT: Duration = Duration::from_secs(60);
 /// Not UTF-8, and with bytes that mount tables and terminals escape.
 const NAME: &[u8] = b"caf\xe9 \xff\n\\x";
 /// What a conversion to UTF-8 would make of it.
@@ -177,6 +179,10 @@ fn checkpoints_with_such_names_are_pruned_by_their_own_files() {
         .append(true)
         .open(mount.join(name()).join(name()))
         .expect("open");
+    // The kernel reports the end of an open file after close(2) has returned.
+    let wait_for_open_files =
+        |count| wait_until("files end", LIMIT, || mount.status().open_files == count);
+    wait_for_open_files(1);
     let told = firn(&sandbox, &["prune", "--keep", "2", "--json"], mount.path())
         .ok()
         .json();
@@ -189,6 +195,7 @@ fn checkpoints_with_such_names_are_pruned_by_their_own_files() {
         "{told}"
     );
     drop(open);
+    wait_for_open_files(0);
     let told = firn(&sandbox, &["prune", "--keep", "2", "--json"], mount.path())
         .ok()
         .json();
