@@ -143,6 +143,16 @@ impl TakenOverMount {
 
     /// Returns the scopes from which the kernel may have cached names and bytes of an aborted transaction.
     fn lost_scopes(&self) -> BTreeSet<Vec<u8>> {
+        let contents = &self.resumed.contents;
+        if contents
+            .transactions
+            .iter()
+            .any(|stored| stored.entry.is_ending)
+        {
+            // firnd died during an abort, perhaps after the transaction had ended and before the kernel was informed.
+            // The live table has no path of the transaction, so the whole mount counts.
+            return BTreeSet::from([Vec::new()]);
+        }
         let scopes = self.resumed.losses.lock().scopes.clone();
         if !scopes.is_empty() {
             return scopes;

@@ -257,6 +257,15 @@ impl<B: Backing> Inode<B> {
         self.key == ObjectKey::from_attr(attr) && self.kind == attr.kind && has_same_birth
     }
 
+    /// Returns whether the object was created after that of `other`, which has the same number in the backing. Without
+    /// birth times, the order of the inode numbers decides: synthetic numbers are larger than others, and ascend.
+    fn is_newer_than(&self, other: &Self) -> bool {
+        match self.btime.zip(other.btime) {
+            Some((birth, other_birth)) if birth != other_birth => birth > other_birth,
+            _ => self.id.0 > other.id.0,
+        }
+    }
+
     /// Returns the object if it is open, without a call of the backing.
     fn cached_object(&self) -> Option<B::Inode> {
         self.kept_open_object
@@ -537,7 +546,12 @@ impl<B: Backing> Names<B> {
                 .children
                 .insert((parent.id, shared_name), Arc::downgrade(&inode));
         }
-        tables.by_key.insert(object.key, Arc::downgrade(&inode));
+        // The kernel may know a removed object whose number the backing has assigned again. A key leads to the newest
+        // object.
+        let same_key = tables.by_key.get(&object.key).and_then(Weak::upgrade);
+        if same_key.is_none_or(|known| inode.is_newer_than(&known)) {
+            tables.by_key.insert(object.key, Arc::downgrade(&inode));
+        }
         let kernel_inode = KernelInode {
             inode: Arc::clone(&inode),
             // A record without lookups still belongs to an inode that the kernel has. The kernel reports the real

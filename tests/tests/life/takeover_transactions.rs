@@ -6,8 +6,8 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
-use std::os::unix::fs::FileExt;
-use std::path::Path;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use firn_tests::ack::{returned_operations, verify};
 use firn_tests::fsops::close;
+use firn_tests::image::{FsKind, LoopImage};
 use firn_tests::random::{env_count, generator};
 use firn_tests::sandbox::{helper_binary, kill_alone};
 use firn_tests::trace::{KillAt, Moment};
@@ -839,4 +840,67 @@ fn kills_at_random_moments_abort_what_is_open_and_nothing_else() {
         verify(&backing.join(dir.file_name().expect("a name")), log);
     }
     println!("{kills} kills, seed {seed}");
+}
+
+/// Creates directories with files until a file has one of these inode numbers in the backing. Returns the paths of its
+/// directory and of the file.
+fn make_file_with_number(mount: &FirnMount<'_>, numbers: &[u64]) -> (PathBuf, PathBuf) {
+    for index in 0..1000 {
+        let dir = format!("scope{}", index / 20);
+        let name = format!("{dir}/file{index}");
+        fs::create_dir_all(mount.join(&dir)).expect("mkdir");
+        fs::write(mount.join(&name), "old").expect("write");
+        let found = fs::metadata(mount.backing().join(&name)).expect("metadata");
+        if numbers.contains(&found.ino()) {
+            return (mount.join(&dir), mount.join(&name));
+        }
+    }
+    panic!("no file has one of the numbers {numbers:?}");
+}
+
+/// Makes directories that the kernel knows, and removes them in the backing. Returns the descriptors for which the
+/// kernel keeps its inodes, and the numbers that the backing may assign again.
+fn make_known_dirs_without_object(mount: &mut FirnMount<'_>) -> (Vec<File>, Vec<u64>) {
+    let mut known_dirs = Vec::new();
+    let mut numbers = Vec::new();
+    for index in 0..100 {
+        let name = format!("known{index}");
+        fs::create_dir(mount.join(&name)).expect("mkdir");
+        let mut options = OpenOptions::new();
+        options.read(true).custom_flags(libc::O_PATH);
+        known_dirs.push(options.open(mount.join(&name)).expect("open"));
+        let behind = mount.backing().join(&name);
+        numbers.push(fs::metadata(&behind).expect("metadata").ino());
+        fs::remove_dir(&behind).expect("rmdir in the backing");
+    }
+    // The backing cannot assign the numbers again while firnd has the directories open.
+    mount.kill_and_go_on();
+    (known_dirs, numbers)
+}
+
+/// The next firnd found the removed directory by the number, not the file.
+///
+/// Proves S-crash-11.
+#[test]
+fn regression_a_file_may_have_the_number_of_a_removed_dir_that_the_kernel_knows() {
+    let sandbox = Sandbox::new("number");
+    // xfs assigns the number of a removed inode again at once.
+    let image = LoopImage::new(&sandbox, FsKind::Xfs, 320);
+    let mut mount = FirnMount::over(&sandbox, image.path(), &options());
+    let (known_dirs, numbers) = make_known_dirs_without_object(&mut mount);
+    let (scope, path) = make_file_with_number(&mount, &numbers);
+    let file = open(&path);
+    // A lookup of the removed directory or of the file was first, at random.
+    for _ in 0..6 {
+        firn(&sandbox, "begin", &scope).ok();
+        fs::remove_file(&path).expect("unlink");
+        mount.kill_and_go_on();
+        firn(&sandbox, "abort", &scope).ok();
+        assert_eq!(fs::read_to_string(&path).expect("read"), "old");
+        mount.kill_and_go_on();
+        assert_eq!(fs::read_to_string(&path).expect("read"), "old");
+    }
+    drop(known_dirs);
+    drop(file);
+    mount.umount();
 }
