@@ -83,7 +83,7 @@ type Objects<B> = Cache<u64, <B as Volume>::Inode>;
 pub(crate) struct Inode<B: Backing> {
     pub id: InodeId,
     /// Number of this inode in this process. It is never used again, unlike an inode id.
-    serial: u64,
+    pub serial: u64,
     pub key: ObjectKey,
     pub kind: Kind,
     pub btime: Option<firn_backing::Time>,

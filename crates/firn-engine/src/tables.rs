@@ -1,5 +1,5 @@
-//! Tables of files that are open or have bytes in the arena (the shared memory for written data), by object of the
-//! backing, and of handles, by number.
+//! Tables of files that are open or have bytes in the arena (the shared memory for written data), by inode, and of
+//! handles, by number.
 //!
 //! Invariants
 //! * There is one [`File`] for each object of the backing, whatever its number of names and handles.
@@ -17,12 +17,15 @@ use firn_backing::lock::{Mutex, RwLock};
 use firn_backing::{Backing, Errno};
 
 use crate::file::{File, FileState, Route};
-use crate::names::{Inode, ObjectKey};
+use crate::names::Inode;
 use crate::{HandleId, OpenMode, Result};
 
-/// Files that are open or have bytes in the arena, by identity of the object.
+/// Files that are open or have bytes in the arena.
+///
+/// The key is [`Inode::serial`], because the backing may assign the number of a removed object again while a handle of
+/// that object is still open.
 pub(crate) struct FileTable<B: Backing> {
-    files: Mutex<HashMap<ObjectKey, Arc<File<B>>>>,
+    files: Mutex<HashMap<u64, Arc<File<B>>>>,
 }
 
 impl<B: Backing> Default for FileTable<B> {
@@ -36,7 +39,7 @@ impl<B: Backing> Default for FileTable<B> {
 impl<B: Backing> FileTable<B> {
     /// Returns the file of an inode, if it is in the table.
     pub(crate) fn get(&self, inode: &Inode<B>) -> Option<Arc<File<B>>> {
-        self.files.lock().get(&inode.key).cloned()
+        self.files.lock().get(&inode.serial).cloned()
     }
 
     /// Returns the file of an inode; makes it if it is not in the table. Applies `change` before another thread can
@@ -49,7 +52,7 @@ impl<B: Backing> FileTable<B> {
     ) -> Arc<File<B>> {
         let mut files = self.files.lock();
         let file = files
-            .entry(inode.key)
+            .entry(inode.serial)
             .or_insert_with(|| Arc::new(File::new(Arc::clone(inode), route)));
         change(&mut file.lock());
         Arc::clone(file)
@@ -61,13 +64,13 @@ impl<B: Backing> FileTable<B> {
         if file.lock().is_in_use() {
             return;
         }
-        let key = file.inode.key;
-        // The table may have a later file with the same key.
+        let serial = file.inode.serial;
+        // The table may have a later file of the same inode.
         let is_in_table = files
-            .get(&key)
+            .get(&serial)
             .is_some_and(|known| Arc::ptr_eq(known, file));
         if is_in_table {
-            files.remove(&key);
+            files.remove(&serial);
         }
     }
 
@@ -215,7 +218,7 @@ impl<B: Backing> HandleTable<B> {
 mod tests {
     use std::ffi::OsStr;
 
-    use firn_backing::{Caller, Volume};
+    use firn_backing::{Attr, Caller, Time, Volume};
     use firn_sim::SimBacking;
 
     use super::*;
@@ -254,6 +257,36 @@ mod tests {
                 .get(&inode)
                 .is_some_and(|known| Arc::ptr_eq(&known, &another))
         );
+    }
+
+    /// A write to the new file failed with ESTALE.
+    #[test]
+    fn regression_a_removed_file_and_a_new_one_with_its_number_are_two_files() {
+        let backing = SimBacking::new();
+        let root = backing.root();
+        let attr = backing.attr(&root).expect("root");
+        let names = Names::<SimBacking>::new(root.clone(), &attr, false, 16);
+        let name = OsStr::new("file");
+        let (object, _, attr) = backing.create(&CALLER, &root, name, 0o644).expect("create");
+        let removed_inode = names.register(object.clone(), &attr, names.root(), name, 0);
+        let files = FileTable::default();
+        let removed = files.get_or_insert(&removed_inode, Route::default(), |state| {
+            state.direct.add_chunk_list();
+        });
+        let birth = attr.btime.expect("a birth time");
+        let new_attr = Attr {
+            btime: Some(Time {
+                sec: birth.sec + 1,
+                ..birth
+            }),
+            ..attr
+        };
+        let new_inode = names.register(object, &new_attr, names.root(), name, 0);
+        assert!(files.get(&new_inode).is_none());
+        let new = files.get_or_insert(&new_inode, Route::default(), |_| {});
+        assert!(Arc::ptr_eq(&new.inode, &new_inode) && !Arc::ptr_eq(&new, &removed));
+        files.remove_if_unused(&new);
+        assert!(files.get(&removed_inode).is_some());
     }
 
     #[test]
