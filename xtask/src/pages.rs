@@ -51,18 +51,17 @@ const METRICS_HEAD: &str = "\
 
 <!-- Generated from the table in crates/firn-protocol/src/status.rs by `cargo xtask pages`. Edit the table. -->
 
-`firn status --prometheus` prints the figures of a mount as metrics, `firn status --json` as fields. The last word of a name
-is the unit; 1 means yes. A figure that a mount does not have, such as one of a spill file, is absent.
+`firn status --prometheus` prints a mount's figures as metrics, `firn status --json` as fields. A name ends with the
+unit; 1 means yes. A figure that a mount does not have is absent.
 
-* A `_total` starts at 0 when firnd attaches, and only grows. A *histogram* has `_bucket`, `_sum` and `_count`. In JSON it has
-  `bounds`, `sum` and `counts`: the number of observations in each bucket alone, where `_bucket` includes all lower ones. All
-  other metrics are gauges. A rate is an average over the last seconds.
-* In JSON `firn_held_bytes` is `.held_bytes`, `firn_lane_held_bytes` is `.lanes[].held_bytes`, `firn_spill_used_bytes` is
-  `.spill.used_bytes`; `_total` is left out. `firn_up` is for collectors alone.
+* A `_total` starts at 0 when firnd attaches, and only grows. A *histogram* has `_bucket`, `_sum` and `_count`, in JSON
+  `bounds`, `sum` and `counts`; a count of JSON does not include lower buckets. All other metrics are gauges. A rate is
+  an average over the last seconds.
+* In JSON `firn_lane_held_bytes` is `.lanes[].held_bytes`, `firn_spill_moved_bytes_total` is `.spill.moved_bytes`.
+  `firn_up` is for collectors alone.
 * All samples have the labels `host`, `backing` and `mount_point`; those of a lane `lane` and `path`, of a NUMA node
   `numa_node`, of a transaction `scope`, of an error `error`, `path` and `errno`.
-* A metric with the label `state` has one sample for each state: 1 for the present state, 0 for the others. A metric with the
-  label `kind` has one sample for each kind that it counts.
+* The label `state` has one sample for each state, 1 for the present one and else 0; `kind` has one for each kind.
 
 | metric | more labels | says |
 |---|---|---|

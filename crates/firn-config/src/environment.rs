@@ -28,19 +28,19 @@ pub static VARIABLES: [Variable; 9] = [
     },
     Variable {
         name: "FIRN_PREFIX",
-        meaning: "set by `firn run` for its command: the directory to write to; no verb reads it",
+        meaning: "the directory to write to, which `firn run` sets for its command",
     },
     Variable {
         name: "FIRN_JOB",
-        meaning: "read by the Python package if no launcher sets such a value: a value that all ranks of a job share, new at each start",
+        meaning: "for the Python package, if no launcher sets one: a value that all ranks of a job share, new at each start",
     },
     Variable {
         name: "FIRN_BIN",
-        meaning: "read by the Python package and by tests: the program `firn` to start instead of the installed one",
+        meaning: "for the Python package and tests: the program to start instead of the installed `firn`",
     },
     Variable {
         name: "FIRN_LIB",
-        meaning: "read by the Python package: the C library to load instead of the installed `libfirn.so`",
+        meaning: "for the Python package: the library to load instead of the installed `libfirn.so`",
     },
     Variable {
         name: "FIRN_PRELOAD",
@@ -48,11 +48,11 @@ pub static VARIABLES: [Variable; 9] = [
     },
     Variable {
         name: "FIRN_PRELOAD_REPORT",
-        meaning: "`1`: at exit the preload library prints how many calls it served itself, and how many went to the kernel",
+        meaning: "`1`: at exit the preload library prints how many calls it served, and how many went to the kernel",
     },
     Variable {
         name: "FIRN_PRELOAD_DIRECT_AFTER",
-        meaning: "bytes of an open file that go through the mount before the preload library asks for direct access; default 65536, 0: ask at the first call. A call counts as 8192 bytes at least. Before the process is connected to firnd, a call counts with an eighth of its bytes",
+        meaning: "bytes of an open file that go through the mount before the preload library asks for direct access; default 65536, 0: at the first call. A call counts as 8192 bytes at least",
     },
     Variable {
         name: "FIRN_PRELOAD_WAIT",

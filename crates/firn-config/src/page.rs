@@ -2,7 +2,7 @@
 //!
 //! The page has, in this order: the sources of options; a table with one line of help for each option; a section for
 //! each option; the options that set others ([`IMPLIED`]); the values that contradict each other ([`CONTRADICTIONS`]);
-//! the other environment variables; an example.
+//! the other environment variables.
 
 use std::fmt::Write;
 
@@ -14,7 +14,7 @@ const HEAD: &str = "# Configuration
 
 <!-- Generated from the table in crates/firn-config by `cargo xtask pages`. Edit the table. -->
 
-An option has the same name everywhere. The first of these sources that has the option sets it (`firn config` shows which):
+An option has the same name everywhere. The first of these sources that has it counts (`firn config` shows which):
 
 1. a flag, `firn mount --arena-size 1G …`, or a key of `-o` or fstab, `-o arena-size=1G`;
 2. the environment, `FIRN_ARENA_SIZE=1G`;
@@ -22,16 +22,18 @@ An option has the same name everywhere. The first of these sources that has the 
 4. the system's file, `/etc/firn/firn.toml`;
 5. the default.
 
-These are errors (exit code 2; mount.firn: 1): an unknown name, a value out of range, a contradiction, and a flag and a key
-of `-o` with different values.
+Errors are an unknown name, a value out of range, a contradiction, and a flag and a key of `-o` with different
+values.
 
-* **Sizes** are a number and `K`, `M`, `G` or `T` (or `KiB`, …), powers of 1024: `256M`, `1.5G`.
+* **Sizes** have a unit `K`, `M`, `G` or `T` (or `KiB`, …), powers of 1024: `1.5G`.
 * **Durations** have a unit: `500ms`, `5s`, `2min`, `1h`; or `0`.
 * **Switches** are `yes` or `no`; without a value they mean `yes`. `-o ro` is `read-only=yes`, `-o rw` is `read-only=no`.
 * **Paths** are absolute and may have any bytes. In a file, a path that is not UTF-8 is written as in JSON:
   `spill = { escaped = \"/disk/caf\\\\xe9\" }`. In `-o` and fstab a path has no comma and no blank at its ends (`\\040` in fstab).
 * In `-o`, underscores count as hyphens. `nodev nosuid noexec noatime sync dirsync` and their opposites go to the kernel;
   `defaults auto noauto user users owner group nofail _netdev x-* comment=*` and words about access times are skipped.
+
+Allowed values are in italics.
 
 | option | default | |
 |---|---|---|
@@ -41,20 +43,11 @@ of `-o` with different values.
 const TAIL: &str = "
 ## Environment variables that are not options
 
-A misspelt variable has no effect: if its name resembles one of these or that of an option, `firn` and firnd warn of it.
+`firn` and firnd warn of a misspelt variable: it has no effect.
 
 | variable | meaning |
 |---|---|
 @VARIABLES@| `NO_COLOR` | no colour, even on a terminal |
-
-## An example
-
-```toml
-# ~/.config/firn/firn.toml
-arena-size = \"8G\"
-close = \"held\"        # jobs here wait with `firn wait --until durable` in the epilog
-io-threads = 8
-```
 ";
 
 /// Returns the whole page: `HEAD`, one line and one section for each option, the implied values, the contradictions
@@ -72,8 +65,8 @@ pub fn configuration_page() -> String {
     }
     for row in &TABLE {
         let allowed = row.kind.allowed();
-        let value = without_noun_of_range(&allowed);
-        write!(page, "\n## {}\n\nValue: {value}. {}\n", row.name, row.long).expect("a String");
+        let value = without_noun_of_range(&allowed).replace("` or `", "`, `");
+        write!(page, "\n## {}\n\n*{value}*\n\n{}\n", row.name, row.long).expect("a String");
     }
     page.push_str(IMPLIED_HEAD);
     for implied in &IMPLIED {
@@ -110,9 +103,9 @@ fn variable_rows() -> String {
         .collect()
 }
 
-const IMPLIED_HEAD: &str = "\n## Implied values\n\nAn option sets another option that it needs, unless you set that option.\n\n| Option | Implies |\n|---|---|\n";
+const IMPLIED_HEAD: &str = "\n## Implied values\n\nAn option sets another option that it needs, unless you do.\n\n| Option | Implies |\n|---|---|\n";
 const CONTRADICTIONS_HEAD: &str =
-    "\n## Contradictions\n\nThe error message of each contradiction says what to change.\n\n";
+    "\n## Contradictions\n\nThe error message says what to change.\n\n";
 
 #[cfg(test)]
 mod tests {

@@ -74,9 +74,9 @@ pub static TABLE: [Row; 53] = [
         },
         default: "256M",
         help: "Memory for data that is not in the backing yet",
-        long: "When the arena is full, writers wait for the drain. If memory allows, choose the size of one \
-               checkpoint of this host. Choose at least a few chunks for each I/O thread, and two for each file \
-               that is written at the same time. The size cannot change while the arena holds data.",
+        long: "If memory allows, choose the size of one checkpoint of this host. Choose at least a few chunks for each \
+               I/O thread, and two for each file that is written at the same time. The size cannot change while the \
+               arena holds data.",
         changes_promises: false,
         get: |options| size_text(options.arena_bytes),
         set: |options, value| options.arena_bytes = value.number(),
@@ -89,9 +89,9 @@ pub static TABLE: [Row; 53] = [
             power_of_two: true,
         },
         default: "4M",
-        help: "Unit in which data is collected and written to the backing",
-        long: "Choose larger chunks where each write is expensive, as on a network file system. Choose smaller \
-               chunks for a small arena or very many small files.",
+        help: "Unit in which data is collected and written",
+        long: "Choose larger chunks where each write is expensive, as on a network file system, and smaller ones for a \
+               small arena or very many small files.",
         changes_promises: false,
         get: |options| size_text(options.chunk_bytes),
         set: |options, value| options.chunk_bytes = value.number(),
@@ -105,9 +105,8 @@ pub static TABLE: [Row; 53] = [
         },
         default: "4",
         help: "Threads that write to the backing in parallel",
-        long: "Choose more where the backing has a long latency and serves many requests in parallel. Choose \
-               few for a disk, or where many hosts share a server. With `placement`, choose at least one for \
-               each lane.",
+        long: "Choose more where the backing has a long latency and serves many requests in parallel, and few for a \
+               disk or a server that many hosts share. With `placement`, choose at least one for each lane.",
         changes_promises: false,
         get: |options| options.io_threads.to_string(),
         set: |options, value| options.io_threads = value.number() as u32,
@@ -117,9 +116,8 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Choice(words::<Order>()),
         default: "interleaved",
         help: "Order in which the files of one I/O server are written",
-        long: "`interleaved`: each file with data gets one write in turn. `sequential`: one file is written \
-               after the other, which saves time on a seeking disk but not on flash. Files that a program waits \
-               for come first. With several hosts, set `tokens` too.",
+        long: "`interleaved`: each file with data gets one write in turn. `sequential`: one file is written after the \
+               other, which saves time on a seeking disk. With several hosts, set `tokens` too.",
         changes_promises: true,
         get: |options| word(options.order),
         set: |options, value| options.order = value.choice(),
@@ -133,8 +131,8 @@ pub static TABLE: [Row; 53] = [
         },
         default: "all",
         help: "Largest number of writes that one I/O server gets at once; all: one for each I/O thread",
-        long: "Choose `1` for a disk or a server with one disk, and more for a server that needs several \
-               requests to be busy. Without lanes, the number is for the whole backing.",
+        long: "Choose `1` for a server with one disk, more for one that needs several requests to be busy. Without \
+               lanes, the number is for the whole backing.",
         changes_promises: false,
         get: |options| match options.lane_writers {
             0 => "all".into(),
@@ -147,10 +145,8 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Choice(words::<Frontend>()),
         default: "fuse",
         help: "How programs reach the files: a FUSE mount, or the preload library alone",
-        long: "`fuse`: the kernel serves every program; the preload library makes programs faster. `preload`: \
-               the mount point is a tree of empty files on tmpfs. Only dynamically linked programs of the \
-               mounting user with the preload library (LD_PRELOAD) reach the data. For root, Firn mounts a \
-               tmpfs at the mount point; other users must name a directory on a tmpfs.",
+        long: "`preload`: the mount point is a tree of empty files on tmpfs. Only dynamically linked programs of the \
+               mounting user with the preload library (LD_PRELOAD) reach the data.",
         changes_promises: true,
         get: |options| word(options.frontend),
         set: |options, value| options.frontend = value.choice(),
@@ -161,10 +157,9 @@ pub static TABLE: [Row; 53] = [
         default: "eager",
         help: "When data goes to the backing: as it arrives (eager), on request (demand), or with a commit \
                (commit)",
-        long: "`demand`: files remain in memory until `firn drain`, fsync or `firn umount`; drained files can \
-               be read from memory until their space is needed. Undrained data is lost if the host fails; when \
-               it fills memory, writes fail with ENOSPC. `commit`: the mount has transactions (`firn begin`, \
-               `firn commit`, `firn abort`); outside of them it drains like `eager`.",
+        long: "`demand`: files remain in memory until `firn drain`, fsync or `firn umount`, and are lost if the host \
+               fails before. When they fill memory, writes fail with ENOSPC. `commit`: the mount has transactions \
+               (`firn begin`, `firn commit`, `firn abort`); outside of them it drains like `eager`.",
         changes_promises: true,
         get: |options| word(options.drain),
         set: |options, value| options.drain = value.choice(),
@@ -177,10 +172,9 @@ pub static TABLE: [Row; 53] = [
             zero: Some("off"),
         },
         default: "off",
-        help: "With drain=commit: number of older commits that `firn restore` can bring back",
-        long: "Each commit first copies what it overwrites to `.firn/` in the backing, and keeps the files that \
-               it removes there. On btrfs and xfs, whose files can share blocks, copies take no space. Changes \
-               outside of transactions cannot be brought back.",
+        help: "Number of older commits that `firn restore` can bring back",
+        long: "Each commit copies what it overwrites, and moves what it removes, to `.firn/` in the backing. On btrfs \
+               and xfs, whose files can share blocks, copies take no space.",
         changes_promises: true,
         get: |options| {
             if options.history == 0 {
@@ -197,8 +191,8 @@ pub static TABLE: [Row; 53] = [
         default: "buffer",
         help: "With drain=commit: hold changes back until the commit (buffer), or write them at once and undo \
                them on abort (shadow)",
-        long: "`shadow` shows each change in the backing once it is drained. Choose it if processes on other \
-               hosts read changes before the commit. All `participants` must use the same mode.",
+        long: "Choose `shadow` if processes on other hosts read changes before the commit. All `participants` must use \
+               the same mode.",
         changes_promises: true,
         get: |options| word(options.mode),
         set: |options, value| options.mode = value.choice(),
@@ -209,10 +203,8 @@ pub static TABLE: [Row; 53] = [
         default: "none",
         help: "What chooses the I/O server of a new file: the file system (none), Firn over several directories \
                (dirs), or Firn on one file system (lustre, moosefs, command)",
-        long: "Each new file is stored whole on one server. `dirs`: the file is in one of the `lanes`; the \
-               backing has a symbolic link to it, and the mount shows a plain file. On one file system, names \
-               remain as they are; `firn status` counts files that the file system puts elsewhere. Choose \
-               placement for four files or more on each server.",
+        long: "Each new file is stored whole on one server. With `dirs` the backing has a symbolic link to the file in \
+               its lane. Choose placement for four files or more on each server.",
         changes_promises: true,
         get: |options| word(options.placement),
         set: |options, value| options.placement = value.choice(),
@@ -221,11 +213,10 @@ pub static TABLE: [Row; 53] = [
         name: "lanes",
         kind: Kind::Directories,
         default: "",
-        help: "With placement=dirs: directories for files, each on its own server",
-        long: "The directories must exist, belong to you or to root, and not be in the backing, the mount point \
-               or one another. Other backings and hosts may share them. A file's lane is the sum of the numbers \
-               in its path, modulo the number of lanes, so give all hosts the same list in the same order. The \
-               list may change at the next mount: existing files remain where they are.",
+        help: "Directories for files, each on its own server",
+        long: "The directories must exist, belong to you or to root, and not be in the backing, the mount point or one \
+               another. Other backings and hosts may share them. A file's lane is the sum of the numbers in its path, \
+               modulo the number of lanes, so give all hosts the same list in the same order.",
         changes_promises: false,
         get: |options| {
             let paths: Vec<_> = options.lanes.iter().map(|path| quoted_path(path)).collect();
@@ -238,10 +229,10 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Path,
         default: "",
         help: "With placement: a file that says which names go to which lane",
-        long: "Each line has a pattern (`*`, `?`, `[…]`, `{…,…}`), a space and the number of a lane, from 0. \
-               Empty lines and lines that begin with `#` are skipped. The first pattern that matches a new \
-               file's name, without directories, decides. If none matches, the numbers in the path decide. \
-               Without a number, the file goes to the lane with the fewest files of its directory.",
+        long: "Each line has a pattern (`*`, `?`, `[…]`, `{…,…}`), a space and the number of a lane, from 0; `#` \
+               begins a comment line. The first pattern that matches a new file's name, without directories, decides. \
+               If none matches, the numbers in the path decide, and without a number the file goes to the lane with \
+               the fewest files of its directory.",
         changes_promises: false,
         get: |options| path_text(options.lane_map.as_ref()),
         set: |options, value| options.lane_map = value.directory(),
@@ -264,10 +255,9 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Path,
         default: "",
         help: "With placement=command: the program that makes a new file on a server",
-        long: "Firn runs `PROGRAM SERVER . NAME` in the new file's directory, as the user that makes the file. \
-               The program must make an empty regular file, and fail if the name exists. If the program fails, \
-               or runs longer than 10 s, Firn makes the file without it. The source has programs for BeeGFS, \
-               CephFS and OrangeFS in `examples/placement`.",
+        long: "Firn runs `PROGRAM SERVER . NAME` in the new file's directory, as the user that makes the file. The \
+               program must make an empty regular file, and fail if the name exists. If it fails, or runs longer than \
+               10 s, Firn makes the file without it. `examples/placement` in the source has such programs.",
         changes_promises: false,
         get: |options| path_text(options.place_command.as_ref()),
         set: |options, value| options.place_command = value.directory(),
@@ -276,10 +266,8 @@ pub static TABLE: [Row; 53] = [
         name: "participants",
         kind: Kind::Hosts,
         default: "off",
-        help: "With drain=commit: hosts that commit together, as a number or as names",
-        long: "A commit waits for all hosts and takes effect on all or none of them. It is refused if processes \
-               of two hosts accessed the same part of a file and at least one of them wrote. Give every host \
-               the same participants.",
+        help: "Hosts that commit transactions together, as a number or as names",
+        long: "A commit takes effect on all hosts or on none. Give every host the same participants.",
         changes_promises: true,
         get: |options| match &options.participants {
             Participants::Off => "off".to_owned(),
@@ -302,8 +290,8 @@ pub static TABLE: [Row; 53] = [
         },
         default: "5min",
         help: "How long prepare and commit wait for the other participants",
-        long: "After this time, the hosts that wait abandon the commit for all hosts, and all transactions \
-               remain open. Once the commit is decided, it waits this long for the other hosts to apply it.",
+        long: "After this time, the commit is abandoned for all hosts, and their transactions remain open. A decided \
+               commit waits this long for the other hosts to apply it.",
         changes_promises: false,
         get: |options| duration_text(options.participants_wait_ms),
         set: |options, value| options.participants_wait_ms = value.number(),
@@ -312,8 +300,7 @@ pub static TABLE: [Row; 53] = [
         name: "host",
         kind: Kind::Host,
         default: "",
-        help: "Name of this host among participants, partners and hosts that share tokens; default: its \
-               host name",
+        help: "Name by which other hosts know this host; default: its host name",
         long: "Two mounts of one backing must have different names. A mount that recovers what a dead firnd \
                left must have that firnd's name.",
         changes_promises: false,
@@ -324,11 +311,11 @@ pub static TABLE: [Row; 53] = [
         name: "partner",
         kind: Kind::Host,
         default: "none",
-        help: "Host that keeps copies of this host's held files in its memory: none, the next host (next), or \
-               the host of this name",
-        long: "Needs `firn agent` on both hosts, and a backing that both see. `next`: all hosts form a ring, \
-               sorted by name. The partner is the next host in the ring that is outside this host's failure \
-               domain (`partner-domains`) and whose agent answers.",
+        help: "Host that keeps copies of this host's held files in memory: none, the next one (next), or the host of \
+               this name",
+        long: "Needs `firn agent` on both hosts, and a backing that both see. `next`: the hosts form a ring, sorted by \
+               name. The partner is the next one outside this host's failure domain (`partner-domains`) whose agent \
+               answers.",
         changes_promises: true,
         get: |options| match &options.partner {
             Partner::None => "none".to_owned(),
@@ -347,10 +334,10 @@ pub static TABLE: [Row; 53] = [
         name: "partner-domains",
         kind: Kind::Path,
         default: "",
-        help: "With partner=next: a file that says which hosts fail together",
-        long: "Each line has a pattern of host names and the name of a failure domain, such as a rack; syntax \
-               as in `lane-map`. A host without a line fails alone. If no other domain has an agent, the \
-               partner is a host of the same domain.",
+        help: "File that says which hosts fail together",
+        long: "Each line has a pattern of host names and the name of a failure domain, such as a rack; syntax as in \
+               `lane-map`. A host without a line fails alone. If no other domain has an agent, the partner is in the \
+               same domain.",
         changes_promises: false,
         get: |options| path_text(options.partner_domains.as_ref()),
         set: |options, value| options.partner_domains = value.directory(),
@@ -360,9 +347,8 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Choice(words::<TokenService>()),
         default: "none",
         help: "With several hosts: locks that give each lane one writing host at a time",
-        long: "`flock`: locks of files in the backing, whose file system must enforce locks between hosts. \
-               `etcd`: keys in etcd, 3.4 or later. Give every host the same value. Tokens affect only speed: \
-               data is correct without them.",
+        long: "`flock`: locks of files in the backing, whose file system must enforce them between hosts. `etcd`: keys \
+               in etcd, 3.4 or later. Give every host the same value.",
         changes_promises: false,
         get: |options| word(options.tokens),
         set: |options, value| options.tokens = value.choice(),
@@ -375,8 +361,7 @@ pub static TABLE: [Row; 53] = [
         },
         default: "1s",
         help: "How long a host keeps a token while other hosts wait for it",
-        long: "With a shorter time, hosts wait less. With a longer time, the server switches between hosts less \
-               often. A host with nothing to write releases the token at once.",
+        long: "With a longer time the server switches between hosts less often, and hosts wait longer.",
         changes_promises: false,
         get: |options| duration_text(options.token_hold_ms),
         set: |options, value| options.token_hold_ms = value.number(),
@@ -388,11 +373,8 @@ pub static TABLE: [Row; 53] = [
             max_ms: 3600 * 1000,
         },
         default: "5s",
-        help: "How long a drain waits for a token before it writes without the token",
-        long: "The time starts at the last answer of `flock` or etcd, or when the token last changed its \
-               holder. While the hosts in the queue get the token in turn, a host waits up to eight times as \
-               long; then it writes and keeps its place in the queue. Choose a longer time for longer queues, \
-               and at least twice `token-hold`.",
+        help: "How long a drain waits for a token before it writes without it",
+        long: "Choose a longer time for longer queues.",
         changes_promises: false,
         get: |options| duration_text(options.token_wait_ms),
         set: |options, value| options.token_wait_ms = value.number(),
@@ -401,9 +383,8 @@ pub static TABLE: [Row; 53] = [
         name: "token-endpoints",
         kind: Kind::Endpoints,
         default: "",
-        help: "With tokens=etcd: client addresses of the members of the cluster",
-        long: "Firn asks the members in turn, beginning with the one that answered last. It uses plain HTTP \
-               without a password: use a trusted network, or a proxy on each host.",
+        help: "Client addresses of the members of the etcd cluster",
+        long: "Firn uses plain HTTP without a password: use a trusted network, or a proxy on each host.",
         changes_promises: false,
         get: |options| options.token_endpoints.join("+"),
         set: |options, value| options.token_endpoints = value.names(),
@@ -412,7 +393,7 @@ pub static TABLE: [Row; 53] = [
         name: "token-group",
         kind: Kind::Host,
         default: "",
-        help: "With tokens=etcd: name under which hosts share tokens; default: the name of the backing",
+        help: "Name under which hosts share tokens in etcd; default: the name of the backing",
         long: "Give jobs with different backings the same name if their lanes are the same I/O servers in the \
                same order.",
         changes_promises: false,
@@ -424,9 +405,8 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Rules,
         default: "",
         help: "Commit rules: make the checkpoints of unchanged programs atomic",
-        long: "A rule defines which changes of programs are one checkpoint, and when the checkpoint is \
-               complete. If all writers end before that, the checkpoint is undone. Give names of `firn rules \
-               list`, or files with your own rules.",
+        long: "A rule says which changes are one checkpoint, and when it is complete. If all writers end before that, \
+               the checkpoint is undone. `firn rules list` names the built-in rules.",
         changes_promises: true,
         get: |options| options.rules.join(":"),
         set: |options, value| options.rules = value.names(),
@@ -435,11 +415,10 @@ pub static TABLE: [Row; 53] = [
         name: "backup",
         kind: Kind::Directory,
         default: "",
-        help: "With drain=commit: a second directory for prepared transactions, on another file system",
-        long: "When `firn prepare` or `firn commit` returns, everything that the commit needs is durable in \
-               this directory too; `firn recover --from-backup` finishes the commit on a copy of the backing. \
-               The backup needs as much space as the transaction writes; if it cannot be written, prepare and \
-               commit fail. Owner and mode of the directory: as for `arena-dir`.",
+        help: "Second directory for prepared transactions, on another file system",
+        long: "`firn prepare` and `firn commit` also copy what the commit needs to this directory; `firn recover \
+               --from-backup` finishes the commit on a copy of the backing. The backup needs as much space as the \
+               transaction writes. Owner and mode: as for `arena-dir`.",
         changes_promises: true,
         get: |options| path_text(options.backup.as_ref()),
         set: |options, value| options.backup = value.directory(),
@@ -452,9 +431,8 @@ pub static TABLE: [Row; 53] = [
         },
         default: "10s",
         help: "How often files of an open transaction are copied to the backup",
-        long: "A file is copied when it has not changed for this long, and again if it changes later. Early \
-               copies shorten the prepare, during which programs wait. If the transaction is never prepared, \
-               the copies are not used.",
+        long: "A file is copied when it has not changed for this long, and again if it changes later. Early copies \
+               shorten the prepare, during which programs wait.",
         changes_promises: false,
         get: |options| duration_text(options.backup_every_ms),
         set: |options, value| options.backup_every_ms = value.number(),
@@ -463,12 +441,11 @@ pub static TABLE: [Row; 53] = [
         name: "layout",
         kind: Kind::Choice(words::<Layout>()),
         default: "plain",
-        help: "How the bytes of a new file are stored in the backing until it is closed: each at its offset in \
-               the file (plain), or in a log of each host (log)",
-        long: "`log`: several hosts may write one file at the same time, each to its own log in `.firn/log` of \
-               the backing. Programs that read the backing without Firn see a file that is too short until its \
-               logs are flattened (`flatten`). Give all hosts the same `layout`, and each its own name \
-               (`host`). For files that only one host writes, `log` costs time and gains nothing.",
+        help: "How the bytes of a new file are stored in the backing until it is closed: in the file (plain), or in a \
+               log of each host (log)",
+        long: "`log`: several hosts may write one file at the same time, each to its own log in `.firn/log` of the \
+               backing. Programs that read the backing without Firn see a file that is too short until its logs are \
+               flattened (`flatten`). Give all hosts the same layout.",
         changes_promises: true,
         get: |options| word(options.layout),
         set: |options, value| options.layout = value.choice(),
@@ -477,7 +454,7 @@ pub static TABLE: [Row; 53] = [
         name: "log-files",
         kind: Kind::Patterns,
         default: "",
-        help: "With layout=log: patterns of names of files that are stored in logs; default: all files",
+        help: "Patterns of names of files that are stored in logs; default: all files",
         long: "A file's name, without directories, is compared when the file is opened. A pattern may have \
                `*`, `?`, `[…]` and, in a configuration file, `{…,…}`: `log-files=*.h5:restart_*.nc`.",
         changes_promises: false,
@@ -488,13 +465,12 @@ pub static TABLE: [Row; 53] = [
         name: "flatten",
         kind: Kind::Choice(words::<Flatten>()),
         default: "behind",
-        help: "When the logs of a file are made into the plain file: in the background after its last close \
-               (behind), before that close returns (close), at the unmount (demand), at the unmount or when the \
-               file is opened for reading (read), or never by this mount (off)",
-        long: "Until then, only Firn mounts of the backing show the bytes of a closed file. If other programs \
-               read the backing, run `firn wait` first, or choose `close`. `firn umount` flattens files that no \
-               host writes, except with `off`; `firn flatten`, `firn drain --wait` and `firn wait` do so at any \
-               time.",
+        help: "When the logs of a file become the plain file: in the background after its last close (behind), before \
+               that close returns (close), at the unmount (demand), at the unmount or when the file is opened for \
+               reading (read), or never by this mount (off)",
+        long: "If programs read the backing without Firn, run `firn wait` first, or choose `close`. `firn umount` \
+               flattens files that no host writes, except with `off`; `firn flatten`, `firn drain --wait` and `firn \
+               wait` do so at any time.",
         changes_promises: true,
         get: |options| word(options.flatten),
         set: |options, value| options.flatten = value.choice(),
@@ -504,10 +480,10 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Choice(words::<Close>()),
         default: "auto",
         help: "When close returns: when the file is in the backing (drain), or at once (held)",
-        long: "`auto`: `held` with drain=demand and with drain=commit in buffer mode, else `drain`. `drain`: \
-               other hosts, and programs that use the backing without Firn, see a closed file as after a native \
-               close, and close reports errors of the backing. `held`: the data survives the death of every \
-               process and drains in the background; it is lost if the host fails before it is drained.",
+        long: "`auto`: `held` with drain=demand and with drain=commit in buffer mode, else `drain`. `drain`: other \
+               hosts, and programs that use the backing without Firn, see a closed file as after a native close, and \
+               close reports errors of the backing. `held`: the data survives the death of every process, but is lost \
+               if the host fails before it is drained.",
         changes_promises: true,
         get: |options| word(options.close),
         set: |options, value| options.close = value.choice(),
@@ -517,9 +493,8 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Choice(words::<Fsync>()),
         default: "durable",
         help: "What fsync waits for: data durable in the backing (durable), or nothing (held)",
-        long: "With `held`, fsync promises no more than write: the data survives the death of every process, \
-               but not of the host. Choose `held` for programs that call fsync far more often than they \
-               need, or if a partner covers the loss of the host.",
+        long: "With `held`, the data survives the death of every process, but not of the host. Choose `held` for \
+               programs that call fsync more often than they need, or if a partner covers the loss of the host.",
         changes_promises: true,
         get: |options| word(options.fsync),
         set: |options, value| options.fsync = value.choice(),
@@ -532,8 +507,7 @@ pub static TABLE: [Row; 53] = [
         },
         default: "5s",
         help: "Longest time that written data waits for its chunk to fill",
-        long: "The time bounds how much is lost if the host fails. A shorter time makes smaller writes to \
-               the backing.",
+        long: "The time bounds how much is lost if the host fails. A shorter time makes smaller writes.",
         changes_promises: true,
         get: |options| duration_text(options.drain_age_ms),
         set: |options, value| options.drain_age_ms = value.number(),
@@ -547,10 +521,9 @@ pub static TABLE: [Row; 53] = [
         },
         default: "100",
         help: "Percentage of one CPU that the drain may use while programs use all CPUs; 100: no limit",
-        long: "Below 100, the limit holds while programs compute on all CPUs, no caller waits for a drain, and \
-               at least a quarter of the arena is free. Data then remains in the arena longer, half a minute \
-               with `3`, and is lost if the host fails meanwhile. Choose `3` for a training loop, and `100` for \
-               MPI programs, which use all CPUs even while they wait.",
+        long: "The limit holds while programs compute on all CPUs, no caller waits for a drain, and at least a quarter \
+               of the arena is free. Data then remains in the arena longer, half a minute with `3`. Choose `3` for a \
+               training loop, and `100` for MPI programs, which use all CPUs while they wait.",
         changes_promises: true,
         get: |options| options.drain_cpu_percent.to_string(),
         set: |options, value| options.drain_cpu_percent = value.number() as u32,
@@ -602,12 +575,9 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Choice(words::<Takeover>()),
         default: "auto",
         help: "Let another firnd continue the mount if firnd dies, so that programs only wait",
-        long: "With `auto`, a small process (firn-keeper) holds the connection to the kernel, and starts firnd \
-               again if it was killed: open files, directories, locks and mappings remain valid. Open \
-               transactions in buffer mode and open checkpoints of commit rules are aborted. For a mount in the \
-               foreground, systemd has to hold the connection (FileDescriptorStoreMax=). With layout=log in a \
-               FUSE file system, programs get errors until the backing is mounted again, as with `no`. `firn \
-               status` says whether a mount would be taken over.",
+        long: "With `auto`, a small process (firn-keeper) holds the connection to the kernel, and starts firnd again: \
+               open files, directories, locks and mappings remain valid. Open transactions in buffer mode and open \
+               checkpoints of commit rules are aborted. `firn status` says whether a mount would be taken over.",
         changes_promises: true,
         get: |options| word(options.takeover),
         set: |options, value| options.takeover = value.choice(),
@@ -619,10 +589,9 @@ pub static TABLE: [Row; 53] = [
             max_ms: 86_400_000,
         },
         default: "0",
-        help: "Kill a firnd that hangs for this long, and let another firnd continue the mount",
-        long: "With `takeover=auto`, the keeper polls firnd four times in this time. A firnd that waits for a \
-               slow backing still answers. `0`: the keeper does not poll. A lack of memory or CPUs may stop a \
-               healthy firnd for seconds, and a debugger may stop it for longer.",
+        help: "Kill a firnd that hangs for this long, and let another continue the mount; 0: never",
+        long: "Needs `takeover=auto`. A firnd that waits for a slow backing still answers. A lack of memory or CPUs \
+               may stop a healthy firnd for seconds, and a debugger may stop it for longer.",
         changes_promises: false,
         get: |options| duration_text(options.watchdog_ms),
         set: |options, value| options.watchdog_ms = value.number(),
@@ -636,11 +605,10 @@ pub static TABLE: [Row; 53] = [
         },
         default: "16M",
         help: "Smallest size of a held file that moves to a memory file; 0: no file does",
-        long: "With `drain=demand`, a held file of this size or more moves to a separate file in memory once \
-               its writers have closed it. There its bytes are in order and in huge pages. As root, on Linux \
-               6.9 or later and with `passthrough=auto`, the kernel reads it there at the speed of its page \
-               cache. The bytes are in memory only once, and count in `arena-size`. The move is a copy in the \
-               background, at the pace of `drain-cpu`. Not with `frontend=preload`.",
+        long: "With `drain=demand`, a held file of this size or more is moved to a separate file in memory, in the \
+               background, once its writers have closed it. As root, on Linux 6.9 or later and with \
+               `passthrough=auto`, the kernel reads it there at the speed of its page cache. The bytes count in \
+               `arena-size`. Not with `frontend=preload`.",
         changes_promises: false,
         get: |options| size_text(options.memory_file_bytes_min),
         set: |options, value| options.memory_file_bytes_min = value.number(),
@@ -650,9 +618,9 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Directory,
         default: "",
         help: "Directory for the arena, on tmpfs, hugetlbfs or a DAX file system",
-        long: "The default is the runtime directory, /dev/shm/firn-UID. To recover the arena, give the same \
-               directory. The directory and those above it must belong to you or to root; a directory that \
-               other users may write to needs the sticky bit.",
+        long: "The default is the runtime directory, /dev/shm/firn-UID. To recover the arena, give the same directory. \
+               The directory and those above it must belong to you or to root; one that other users may write to needs \
+               the sticky bit.",
         changes_promises: false,
         get: |options| path_text(options.arena_dir.as_ref()),
         set: |options, value| options.arena_dir = value.directory(),
@@ -662,10 +630,8 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Path,
         default: "/sys/devices/system/node",
         help: "Directory that describes the NUMA nodes of the machine; empty: ignore NUMA",
-        long: "Each NUMA node gets an equal part of the arena. A writer gets memory of the nearest node that \
-               has free memory. Give another directory of the same form (`online`, `nodeN/cpulist`, \
-               `nodeN/distance`) where the kernel's directory is not visible, as in some containers, or to \
-               divide memory differently.",
+        long: "Give another directory with `online`, `nodeN/cpulist` and `nodeN/distance` where the kernel's is not \
+               visible, as in some containers, or to divide the arena differently.",
         changes_promises: false,
         get: |options| path_text(options.numa_topology.as_ref()),
         set: |options, value| options.numa_topology = value.directory(),
@@ -675,10 +641,8 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Path,
         default: "",
         help: "File or directory on a local disk that takes data when memory runs short",
-        long: "When more than `spill-upper` percent of the arena are in use, the oldest full chunks move to \
-               this file, until `spill-lower` percent are. They are then read and drained from this file. If \
-               you give a directory, Firn makes the file in it. The file must not be in the mount, the backing \
-               or memory, and is removed with the arena. Owner and mode of the directory: as for `arena-dir`.",
+        long: "The oldest full chunks move to this file, and are read and drained from there. The file must not be in \
+               the mount, the backing or memory. Owner and mode of its directory: as for `arena-dir`.",
         changes_promises: false,
         get: |options| path_text(options.spill.as_ref()),
         set: |options, value| options.spill = value.directory(),
@@ -692,9 +656,8 @@ pub static TABLE: [Row; 53] = [
         },
         default: "0",
         help: "Size of the spill file; 0: as large as arena-size",
-        long: "The file has at least one chunk and is allocated at the mount. When memory and file are \
-               full, writers wait for the drain, or get ENOSPC if nothing drains. Each chunk in the file \
-               takes 0.9 % of its size in memory.",
+        long: "The file has at least one chunk and is allocated at the mount. Each chunk in it takes 0.9 % of its size \
+               in memory.",
         changes_promises: false,
         get: |options| size_text(options.spill_bytes),
         set: |options, value| options.spill_bytes = value.number(),
@@ -757,10 +720,8 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::PathOrOff,
         default: "/dev/log",
         help: "Socket of the host's system log, of journald or syslog",
-        long: "firnd in the background sends errors, warnings and `info` lines to this socket too, as `firnd` \
-               (`journalctl -t firnd`); `log-level=warn` leaves `info` out. firnd drops lines that the system \
-               log does not accept at once, and reports their number there. Users that can read the system log \
-               see paths of your files.",
+        long: "firnd in the background sends errors, warnings and `info` lines here too (`journalctl -t firnd`); \
+               `log-level=warn` leaves `info` out. Users that can read the system log see paths of your files.",
         changes_promises: false,
         get: |options| match &options.system_log {
             Some(path) => quoted_path(path),
@@ -773,9 +734,9 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Choice(words::<RecordPlace>()),
         default: "host",
         help: "Where firnd leaves its record of the run, for `firn report`",
-        long: "The record has at most 1 MiB. `host`: in the runtime directory, when the mount ends. `backing`: \
-               also in `.firn/records` of the backing, once a minute and at the end, so that a report shows all \
-               hosts of a job. The last 8 records of each host are kept, for 90 days at most.",
+        long: "`host`: in the runtime directory, when the mount ends. `backing`: also in `.firn/records` of the \
+               backing, once a minute and at the end, so that a report shows all hosts of a job. The last 8 records of \
+               each host are kept, for 90 days at most.",
         changes_promises: false,
         get: |options| word(options.record),
         set: |options, value| options.record = value.choice(),
@@ -794,9 +755,9 @@ pub static TABLE: [Row; 53] = [
         name: "nonempty",
         kind: Kind::Switch,
         default: "no",
-        help: "Mount over a directory that is not empty, and hide its content",
-        long: "Without this option, a mount over files is refused, because swapped arguments would hide them. A \
-               stub tree (`frontend=preload`) always needs an empty directory.",
+        help: "Mount over a directory that is not empty",
+        long: "Otherwise a mount over files is refused. A stub tree (`frontend=preload`) always needs an empty \
+               directory.",
         changes_promises: false,
         get: |options| switch_text(options.nonempty),
         set: |options, value| options.nonempty = value.switch(),
@@ -974,13 +935,13 @@ pub static CONTRADICTIONS: [Contradiction; 16] = [
     },
     Contradiction {
         names: ["mode", "history"],
-        text: "mode=shadow cannot be combined with history",
+        text: "mode=shadow excludes history",
         is_present: |options| options.mode == Mode::Shadow && options.history > 0,
         advice: "older commits can be restored with mode=buffer only: omit history, or use mode=buffer",
     },
     Contradiction {
         names: ["participants", "history"],
-        text: "participants cannot be combined with history",
+        text: "participants exclude history",
         is_present: |options| options.participants != Participants::Off && options.history > 0,
         advice: "commits of several hosts cannot be restored: omit history",
     },
@@ -1000,7 +961,7 @@ pub static CONTRADICTIONS: [Contradiction; 16] = [
     },
     Contradiction {
         names: ["token-wait", "token-hold"],
-        text: "token-wait may not be less than twice token-hold",
+        text: "token-wait must be at least twice token-hold",
         is_present: |options| options.token_wait_ms < 2 * options.token_hold_ms,
         advice: "a host may keep a token for token-hold without being stuck: raise token-wait or lower token-hold",
     },
@@ -1018,19 +979,19 @@ pub static CONTRADICTIONS: [Contradiction; 16] = [
     },
     Contradiction {
         names: ["backup", "participants"],
-        text: "backup cannot be combined with participants",
+        text: "backup excludes participants",
         is_present: |options| options.backup.is_some() && options.participants != Participants::Off,
         advice: "if a host is lost, the other hosts finish what it has prepared: omit backup or participants",
     },
     Contradiction {
         names: ["backup", "history"],
-        text: "backup cannot be combined with history",
+        text: "backup excludes history",
         is_present: |options| options.backup.is_some() && options.history > 0,
         advice: "a commit that is finished from its backup cannot be undone: omit backup or history",
     },
     Contradiction {
         names: ["frontend", "allow-other"],
-        text: "frontend=preload cannot be combined with allow-other or read-only",
+        text: "frontend=preload excludes allow-other and read-only",
         is_present: |options| {
             options.frontend == Frontend::Preload && (options.allow_other || options.read_only)
         },

@@ -35,11 +35,11 @@ part! {
         text arena: BytePath,
         /// Time since firnd attached.
         gauge uptime_seconds: f64,
-        /// Number of firnd processes that attached to this arena, this one included.
+        /// Number of firnd processes that attached to this arena.
         gauge epoch: u64,
         /// Options that change what the mount promises, as `key=value`, with quoted paths (`firn_format::quote`).
         text options: Vec<String>,
-        /// Size of all chunks of the arena.
+        /// Size of the arena's chunks.
         gauge arena_bytes: u64,
         /// Size of the arena's slabs in use.
         gauge arena_used_bytes: u64,
@@ -49,19 +49,19 @@ part! {
         gauge held_bytes: u64,
         /// Files with held bytes.
         gauge held_files: u64,
-        /// Files with bytes in logs (layout=log), as far as this host knows.
+        /// Files with bytes in logs, as far as this host knows.
         gauge logged_files: u64,
-        /// Bytes that this host wrote since the mount to logs that are not flattened yet.
+        /// Bytes that this host wrote since the mount to logs that are not flattened.
         gauge logged_bytes: u64,
-        /// Files that were synced and have not changed since. firnd remembers 16,384 of them at most.
+        /// Files that have not changed since they were synced; 16,384 at most.
         gauge durable_files: u64,
-        /// Bytes of the files that `durable_files` counts.
+        /// Bytes of the files in `durable_files`.
         gauge durable_bytes: u64,
         /// Age of the oldest held byte.
         gauge oldest_held_seconds: Option<f64>,
-        /// Bytes recovered from an earlier firnd when this one attached.
+        /// Bytes recovered from an earlier firnd.
         gauge recovered_bytes: u64,
-        /// Held bytes whose file the recovery did not find in the backing.
+        /// Held bytes whose file the recovery did not find.
         gauge lost_file_bytes: u64,
         /// Files open through the mount.
         gauge open_files: u64,
@@ -69,36 +69,35 @@ part! {
         gauge waiting_writers: u64,
         /// Whether another firnd can continue the mount if this one dies: `ready`, or the reason why it cannot.
         text takeover: String,
-        /// Takeovers of this mount: firnd died or was upgraded, and the next firnd continued the mount.
+        /// Times that another firnd continued the mount, after a death or an upgrade.
         counter takeovers: u64,
-        /// Time that programs waited for the next firnd at the last takeover.
+        /// Time that programs waited at the last takeover.
         gauge takeover_last_seconds: f64,
-        /// Time that programs waited for the next firnd at all takeovers together.
+        /// Time that programs waited at all takeovers.
         counter takeover_seconds: f64,
         /// Result of the last `firn upgrade`: `done`, or `refused` with the reason. Empty: no upgrade was tried.
         text upgrade: String,
-        /// Open files that the last takeover could not restore: their programs get EIO.
+        /// Open files that the last takeover could not restore.
         gauge lost_open_files: u64,
-        /// Size of the live table. This file lists what the kernel knows of the mount, so the next firnd can take it
-        /// over.
+        /// Size of the live table, which a takeover needs.
         gauge live_table_bytes: u64,
-        /// Entries that found no room in the live table, so a takeover cannot restore them.
+        /// Entries without room in the live table: a takeover cannot restore them.
         counter live_table_lost: u64,
-        /// Programs with a call that has waited for firnd for a second or longer: at most the 8 that waited longest.
+        /// Programs that have waited for firnd for a second or longer; at most 8.
         part waiting_programs: Vec<WaitingProgram>,
-        /// Files that the file system did not put on the server that `placement` chose.
+        /// Files that the file system put on another server than `placement` chose.
         counter misplaced_files: u64,
         /// Bytes received from programs.
         counter ingest_bytes: u64,
-        /// Writes received from programs.
+        /// Writes from programs.
         counter ingest_writes: u64,
-        /// Sizes of the writes received from programs.
+        /// Sizes of writes from programs.
         histogram ingest_write_bytes: HistogramStatus,
-        /// Time that programs' writes took in firnd, waits for room included. Writes by direct access do not count.
+        /// Time that writes took in firnd, waits for room included; not those by direct access.
         histogram write_seconds: HistogramStatus,
-        /// Time that programs' closes took in firnd.
+        /// Time that closes took in firnd.
         histogram close_seconds: HistogramStatus,
-        /// Time that fsync(2) and fdatasync(2) of files took in firnd.
+        /// Time that fsync(2) and fdatasync(2) took in firnd.
         histogram fsync_seconds: HistogramStatus,
         /// Rate of bytes received from programs.
         gauge ingest_bytes_per_second: f64,
@@ -110,21 +109,21 @@ part! {
         counter drain_errors: u64,
         /// Sizes of successful writes to the backing.
         histogram drain_write_bytes: HistogramStatus,
-        /// Time that write calls to the backing took, failed calls included.
+        /// Time of write calls to the backing, failed ones included.
         histogram drain_seconds: HistogramStatus,
         /// Rate of bytes written to the backing.
         gauge drain_bytes_per_second: f64,
-        /// Held bytes that programs overwrote or removed before they were drained.
+        /// Held bytes overwritten or removed before the drain.
         counter cancelled_bytes: u64,
         /// Bytes read by programs through firnd.
         counter read_bytes: u64,
-        /// Sum of the times that closes waited for the backing (`close=drain`).
+        /// Time that closes waited for the backing (`close=drain`).
         counter close_wait_seconds: f64,
-        /// Drained bytes that remain in the arena, so that programs can read them again.
+        /// Drained bytes that remain in the arena for reads.
         gauge cached_bytes: u64,
-        /// Drained bytes that left the arena, for room or on request.
+        /// Drained bytes that left the arena.
         counter evicted_bytes: u64,
-        /// Size of the arena's memory files, unused room that they keep for later included.
+        /// Size of the memory files, unused room included.
         gauge memory_file_bytes: u64,
         /// Held bytes moved into memory files.
         counter settled_bytes: u64,
@@ -134,13 +133,13 @@ part! {
         gauge direct_files: u64,
         /// Slabs leased for direct access.
         gauge direct_leases: u64,
-        /// Leases of slabs that firnd ended because the process broke the rules of direct access.
+        /// Leases that firnd ended because a process broke the rules of direct access.
         counter direct_errors: u64,
         /// Chunk lists that programs hold.
         gauge chunk_lists: u64,
-        /// Bytes in memory that held chunk lists keep unchanged.
+        /// Bytes that held chunk lists keep unchanged.
         gauge chunk_list_bytes: u64,
-        /// Connections of agents to pullers on other hosts.
+        /// Connections of agents to pullers.
         gauge pulls: u64,
         /// Files that agents sent to other hosts.
         counter pulled_files: u64,
@@ -150,7 +149,7 @@ part! {
         gauge pulled_bytes_per_second: f64,
         /// The spill file, where there is one.
         part spill: Option<SpillStatus>,
-        /// NUMA nodes, each with an equal part of the arena.
+        /// NUMA nodes that share the arena.
         part numa_nodes: Vec<NumaNodeStatus>,
         /// Unfinished transactions.
         part transactions: Vec<TransactionStatus>,
@@ -158,36 +157,33 @@ part! {
         part partner: Option<PartnerStatus>,
         /// Lanes of the drain.
         part lanes: Vec<LaneStatus>,
-        /// Number of hints on slow placement. `firn status` prints each.
+        /// Hints on slow placement; `firn status` prints each.
         gauge placement_advice: Vec<String>,
-        /// Differences between the options of this host and those of other hosts of the backing. `firn status` prints
-        /// each.
+        /// Differences between this host's options and those of other hosts; `firn status` prints each.
         gauge host_differences: Vec<String>,
-        /// Lines that firnd could not write to its log, because there was no room or too many lines came at once.
+        /// Lines of the log that were lost: there was no room, or too many came at once.
         counter log_lines_lost: u64,
-        /// Size of the largest file that firnd may write: the file size limit (RLIMIT_FSIZE) of the process that
-        /// started firnd.
+        /// Size of the largest file that firnd may write (RLIMIT_FSIZE).
         gauge file_size_limit_bytes: Option<u64>,
-        /// Requests of the kernel that failed, by operation. Lookups of missing names count too.
+        /// Failed requests of the kernel, by operation; lookups of missing names count too.
         counter failed_requests: BTreeMap<String, u64>,
-        /// Decisions of the drain: `picked`, `written`, `waits` (after an error), `retried`, `given up` (the callers
-        /// that waited got the error), `spilled`, `put off` (programs wanted the CPUs), `settled` (a chunk went to a
-        /// memory file).
+        /// Decisions of the drain: `picked`, `written`, `waits` (after an error), `retried`, `given up` (waiting
+        /// callers got the error), `spilled`, `put off` (programs wanted the CPUs), `settled` (moved to a memory file).
         counter drain_decisions: BTreeMap<String, u64>,
         /// Steps of transactions on this host: `begin`, `quiesce`, `drained`, `prepared`, `decided`, `applied`,
         /// `ended`, `undone`.
         counter transaction_steps: BTreeMap<String, u64>,
-        /// Checkpoints that commit rules committed, by rule.
+        /// Checkpoints committed, by rule.
         counter rule_commits: BTreeMap<String, u64>,
-        /// Checkpoints undone because their writers ended before the checkpoint was complete, by rule.
+        /// Checkpoints undone because their writers ended too early, by rule.
         counter rule_aborts: BTreeMap<String, u64>,
-        /// Begins and commits by commit rules that failed, by rule.
+        /// Failed begins and commits, by rule.
         counter rule_failures: BTreeMap<String, u64>,
         /// Old checkpoints that `keep` removed, by rule.
         counter rule_removals: BTreeMap<String, u64>,
-        /// Checkpoints of commit rules that are not complete yet, by rule.
+        /// Checkpoints that are not complete yet, by rule.
         gauge rule_waits: BTreeMap<String, u64>,
-        /// Errors that firnd remembers until `firn status --clear-errors`: the last 64.
+        /// Errors that firnd remembers, 64 at most.
         part errors: Vec<ErrorStatus>,
     }
 }
@@ -201,7 +197,7 @@ part! {
         label mount_point: BytePath,
         /// Name of the host.
         label host: String,
-        /// Whether firnd answered in time; if not, its other figures are absent.
+        /// Whether firnd answered in time; else its other figures are absent.
         gauge up: bool,
     }
 }
@@ -317,13 +313,13 @@ part! {
         text path: BytePath,
         /// Size of the spill file.
         gauge bytes: u64,
-        /// Bytes of the spill file's slots in use: whole chunks.
+        /// Bytes of the spill file in use, in whole chunks.
         gauge used_bytes: u64,
         /// Bytes moved to the spill file.
         counter moved_bytes: u64,
         /// Rate of bytes moved to the spill file.
         gauge moved_bytes_per_second: f64,
-        /// Whether spilling has stopped, because the last write to the spill file failed or the file is damaged.
+        /// Whether spilling has stopped: the last write failed, or the file is damaged.
         gauge failing: bool,
     }
 }
@@ -337,7 +333,7 @@ part! {
         gauge bytes: u64,
         /// Size of the NUMA node's chunks in use.
         gauge used_bytes: u64,
-        /// Slabs of the NUMA node that were leased to writers nearer to another node.
+        /// Slabs of the NUMA node leased to writers nearer to another node.
         counter foreign_slabs: u64,
     }
 }
@@ -351,13 +347,13 @@ part! {
         gauge max_writers: u32,
         /// I/O threads that write to the lane now.
         gauge writers: u32,
-        /// Time until the lane is tried again after an error.
+        /// Time until the lane is tried again.
         gauge retry_seconds: Option<f64>,
         /// Files queued for a write to the lane.
         gauge queued_files: u64,
-        /// Files with held bytes that will be written to the lane.
+        /// Files with held bytes for the lane.
         gauge held_files: u64,
-        /// Held bytes that will be written to the lane.
+        /// Held bytes for the lane.
         gauge held_bytes: u64,
         /// With `order=sequential`: the file that is being written.
         text file: Option<BytePath>,
@@ -377,7 +373,7 @@ part! {
         counter bytes: u64,
         /// Whether new files may go to the lane.
         gauge takes_files: bool,
-        /// Whether the lane takes files and bytes: `ok`, `full`, `gone` or `hung`.
+        /// State of the lane: `ok`, `full`, `gone` or `hung`.
         gauge state: LaneState,
     }
 }
@@ -400,8 +396,8 @@ states! {
 part! {
     /// The token of a lane.
     TokenStatus, prefix "token_" {
-        /// State of the lane's token: `idle` (no file waits), `waiting`, `held`, or `without` (the lane is written
-        /// without it).
+        /// State of the lane's token: `idle` (no file waits), `waiting`, `held`, or `without` (writes go on without
+        /// it).
         gauge state: TokenState,
         /// Time that the lane's token has been in its state.
         gauge state_seconds: f64,
@@ -411,7 +407,7 @@ part! {
         counter granted: u64,
         /// Time that drains waited for the lane's token.
         counter waited_seconds: f64,
-        /// Times that drains wrote to the lane without its token.
+        /// Times that drains wrote without the lane's token.
         counter went_without: u64,
         /// Failed requests for the lane's token.
         counter errors: u64,
@@ -448,12 +444,11 @@ part! {
         text owner: Option<OwnerStatus>,
         /// Time since the transaction began; absent if an earlier firnd began it.
         gauge age_seconds: Option<f64>,
-        /// Bytes that programs wrote in the transaction, held ones included.
+        /// Bytes written in the transaction, held ones included.
         gauge bytes: u64,
-        /// Files, directories and other objects that the transaction changes.
+        /// Objects, such as files, that the transaction changes.
         gauge objects: u64,
-        /// Names of files that the transaction changed, by what became of the name (the states of CprFS, such as
-        /// `renamed`).
+        /// Names that the transaction changed, by what became of them, such as `renamed`.
         gauge states: BTreeMap<String, u64>,
         /// Whether an earlier firnd prepared the transaction.
         gauge recovered: bool,
@@ -495,13 +490,13 @@ pub struct OwnerStatus {
 part! {
     /// The backup of a transaction.
     BackupStatus, prefix "backup_" {
-        /// Whether the transaction is prepared, and can be finished from its backup alone.
+        /// Whether the transaction can be finished from its backup alone.
         gauge whole: bool,
         /// Time since the last write to the backup.
         gauge age_seconds: Option<f64>,
         /// Bytes in the backup.
         gauge copied_bytes: u64,
-        /// Bytes that a prepare must still copy to the backup.
+        /// Bytes that a prepare must still copy.
         gauge left_bytes: u64,
         /// Reason why the last write to the backup failed.
         text error: Option<String>,
@@ -531,7 +526,7 @@ part! {
         gauge left_files: u64,
         /// Held bytes of files that the partner lacks, wholly or in part.
         gauge left_bytes: u64,
-        /// Age of the oldest byte that the partner lacks; 0 if the partner has all bytes.
+        /// Age of the oldest byte that the partner lacks; 0: it lacks none.
         gauge lag_seconds: f64,
     }
 }
@@ -563,7 +558,7 @@ part! {
         gauge repeats: u64,
         /// Time since the error last occurred.
         gauge age_seconds: f64,
-        /// Whether the error still matters: its file has held bytes, or its spill file still fails.
+        /// Whether the error's file has held bytes, or its spill file still fails.
         gauge pending: bool,
     }
 }
