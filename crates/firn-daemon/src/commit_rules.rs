@@ -55,7 +55,7 @@ use crate::process::find_process;
 /// Maximum time that a close waits for a child's exec. A child that executes no other program keeps its descriptors.
 const EXEC_TIMEOUT: Duration = Duration::from_secs(1);
 /// The same for a descriptor without FD_CLOEXEC. An exec removes the flag from all descriptors before it closes them.
-const INHERITED_TIMEOUT: Duration = Duration::from_millis(250);
+const INHERITED_TIMEOUT: Duration = Duration::from_millis(50);
 
 /// Value instead of a handle for a change that has not opened its file yet. The machine reads a handle only when a
 /// change that was made is finished.

@@ -150,7 +150,7 @@ fn regression_a_close_waits_for_the_exec_of_a_child_that_has_a_copy() {
     let mut python = Python::start(mount.path());
     python.ok("f = open('a.pt', 'w'); f.write('whole'); copy = f'/proc/{os.getpid()}/fdinfo/{f.fileno()}'");
     python.ok(
-        "p = os.fork() or [0 for _ in iter(lambda: os.path.exists(copy), False)] or os.execv('/bin/false', ['false']); f.close()",
+        "p = os.fork() or (all(iter(lambda: os.path.exists(copy), False)), os.execv('/bin/false', ['false'])); f.close()",
     );
     let behind = mount.backing().join("a.pt");
     assert_eq!(fs::read(&behind).expect("read"), b"whole");
