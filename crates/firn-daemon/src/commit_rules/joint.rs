@@ -346,7 +346,7 @@ impl CommitRules {
 
     /// Renames this host's names of a checkpoint as another host has renamed its own, for example from `step_5.tmp` to
     /// `step_5`. That rename was the event that completes the checkpoint, and is in the ballot, the directory in which
-    /// the hosts agree. Each event is followed once.
+    /// the hosts agree. Each event is followed once; after an error the next call tries again.
     fn follow_renames(
         &self,
         scope: ScopeNumber,
@@ -361,6 +361,22 @@ impl CommitRules {
         if has_followed {
             return Ok(());
         }
+        let followed = self.rename_tops_of_event(scope, transaction, ballot);
+        if followed.is_err() {
+            let mut table = self.table.lock();
+            let joint = table.joint_commits.entry(scope).or_default();
+            joint.has_followed_renames = false;
+        }
+        followed
+    }
+
+    /// Makes the renames of the ballot's event, as far as this host has not made them yet.
+    fn rename_tops_of_event(
+        &self,
+        scope: ScopeNumber,
+        transaction: &Transaction,
+        ballot: &NamesBallot<'_, LoggableStore>,
+    ) -> Result<(), TransactionError> {
         let Some(event): Option<EventContent> = ballot.event()? else {
             return Ok(());
         };
