@@ -52,7 +52,7 @@ pub static VARIABLES: [Variable; 9] = [
     },
     Variable {
         name: "FIRN_PRELOAD_DIRECT_AFTER",
-        meaning: "bytes of an open file that go through the mount before the preload library asks for direct access; default 65536, 0: at the first call. A call counts as 8192 bytes at least",
+        meaning: "bytes of an open file that go through the mount before the preload library asks for direct access; default 65536, 0: at the first call. A call counts as 8192 bytes at least. Before the process is connected to firnd, a call counts with an eighth of its bytes",
     },
     Variable {
         name: "FIRN_PRELOAD_WAIT",

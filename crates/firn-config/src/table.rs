@@ -117,7 +117,7 @@ pub static TABLE: [Row; 53] = [
         default: "interleaved",
         help: "Order in which the files of one I/O server are written",
         long: "`interleaved`: each file with data gets one write in turn. `sequential`: one file is written after the \
-               other, which saves time on a seeking disk. With several hosts, set `tokens` too.",
+               other, which saves time on a seeking disk but not on flash. With several hosts, set `tokens` too.",
         changes_promises: true,
         get: |options| word(options.order),
         set: |options, value| options.order = value.choice(),
@@ -216,7 +216,8 @@ pub static TABLE: [Row; 53] = [
         help: "Directories for files, each on its own server",
         long: "The directories must exist, belong to you or to root, and not be in the backing, the mount point or one \
                another. Other backings and hosts may share them. A file's lane is the sum of the numbers in its path, \
-               modulo the number of lanes, so give all hosts the same list in the same order.",
+               modulo the number of lanes, so give all hosts the same list in the same order. The list may change at \
+               the next mount: existing files remain where they are.",
         changes_promises: false,
         get: |options| {
             let paths: Vec<_> = options.lanes.iter().map(|path| quoted_path(path)).collect();
@@ -229,10 +230,10 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Path,
         default: "",
         help: "With placement: a file that says which names go to which lane",
-        long: "Each line has a pattern (`*`, `?`, `[…]`, `{…,…}`), a space and the number of a lane, from 0; `#` \
-               begins a comment line. The first pattern that matches a new file's name, without directories, decides. \
-               If none matches, the numbers in the path decide, and without a number the file goes to the lane with \
-               the fewest files of its directory.",
+        long: "Each line has a pattern (`*`, `?`, `[…]`, `{…,…}`), a space and the number of a lane, from 0. Empty \
+               lines and lines that begin with `#` are skipped. The first pattern that matches a new file's name, \
+               without directories, decides. If none matches, the numbers in the path decide, and without a number the \
+               file goes to the lane with the fewest files of its directory.",
         changes_promises: false,
         get: |options| path_text(options.lane_map.as_ref()),
         set: |options, value| options.lane_map = value.directory(),
@@ -267,7 +268,8 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Hosts,
         default: "off",
         help: "Hosts that commit transactions together, as a number or as names",
-        long: "A commit takes effect on all hosts or on none. Give every host the same participants.",
+        long: "A commit waits for all hosts, and takes effect on all of them or on none. Give every host the same \
+               participants.",
         changes_promises: true,
         get: |options| match &options.participants {
             Participants::Off => "off".to_owned(),
@@ -384,7 +386,8 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Endpoints,
         default: "",
         help: "Client addresses of the members of the etcd cluster",
-        long: "Firn uses plain HTTP without a password: use a trusted network, or a proxy on each host.",
+        long: "Firn asks the members in turn, beginning with the one that answered last. It uses plain HTTP without a \
+               password: use a trusted network, or a proxy on each host.",
         changes_promises: false,
         get: |options| options.token_endpoints.join("+"),
         set: |options, value| options.token_endpoints = value.names(),
@@ -445,7 +448,8 @@ pub static TABLE: [Row; 53] = [
                log of each host (log)",
         long: "`log`: several hosts may write one file at the same time, each to its own log in `.firn/log` of the \
                backing. Programs that read the backing without Firn see a file that is too short until its logs are \
-               flattened (`flatten`). Give all hosts the same layout.",
+               flattened (`flatten`). Give all hosts the same layout. For files that only one host writes, `log` costs \
+               time and gains nothing.",
         changes_promises: true,
         get: |options| word(options.layout),
         set: |options, value| options.layout = value.choice(),
@@ -590,8 +594,9 @@ pub static TABLE: [Row; 53] = [
         },
         default: "0",
         help: "Kill a firnd that hangs for this long, and let another continue the mount; 0: never",
-        long: "Needs `takeover=auto`. A firnd that waits for a slow backing still answers. A lack of memory or CPUs \
-               may stop a healthy firnd for seconds, and a debugger may stop it for longer.",
+        long: "Needs `takeover=auto`. The keeper polls firnd four times in this time. A firnd that waits for a slow \
+               backing still answers. A lack of memory or CPUs may stop a healthy firnd for seconds, and a debugger \
+               may stop it for longer.",
         changes_promises: false,
         get: |options| duration_text(options.watchdog_ms),
         set: |options, value| options.watchdog_ms = value.number(),
@@ -606,9 +611,9 @@ pub static TABLE: [Row; 53] = [
         default: "16M",
         help: "Smallest size of a held file that moves to a memory file; 0: no file does",
         long: "With `drain=demand`, a held file of this size or more is moved to a separate file in memory, in the \
-               background, once its writers have closed it. As root, on Linux 6.9 or later and with \
-               `passthrough=auto`, the kernel reads it there at the speed of its page cache. The bytes count in \
-               `arena-size`. Not with `frontend=preload`.",
+               background and at the pace of `drain-cpu`, once its writers have closed it. As root, on Linux 6.9 or \
+               later and with `passthrough=auto`, the kernel reads it there at the speed of its page cache. The bytes \
+               count in `arena-size`. Not with `frontend=preload`.",
         changes_promises: false,
         get: |options| size_text(options.memory_file_bytes_min),
         set: |options, value| options.memory_file_bytes_min = value.number(),
@@ -641,8 +646,9 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Path,
         default: "",
         help: "File or directory on a local disk that takes data when memory runs short",
-        long: "The oldest full chunks move to this file, and are read and drained from there. The file must not be in \
-               the mount, the backing or memory. Owner and mode of its directory: as for `arena-dir`.",
+        long: "If you name a directory, Firn makes the file in it. The oldest full chunks move to this file, and are \
+               read and drained from there. The file must not be in the mount, the backing or memory, and is removed \
+               with the arena. Owner and mode of its directory: as for `arena-dir`.",
         changes_promises: false,
         get: |options| path_text(options.spill.as_ref()),
         set: |options, value| options.spill = value.directory(),
@@ -721,7 +727,8 @@ pub static TABLE: [Row; 53] = [
         default: "/dev/log",
         help: "Socket of the host's system log, of journald or syslog",
         long: "firnd in the background sends errors, warnings and `info` lines here too (`journalctl -t firnd`); \
-               `log-level=warn` leaves `info` out. Users that can read the system log see paths of your files.",
+               `log-level=warn` leaves `info` out. firnd drops lines that the system log does not accept at once, and \
+               reports their number there. Users that can read the system log see paths of your files.",
         changes_promises: false,
         get: |options| match &options.system_log {
             Some(path) => quoted_path(path),

@@ -20,7 +20,7 @@ use firn_tests::{FirnMount, Sandbox, wait_until};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 const LIMIT: Duration = Duration::from_secs(20);
-/// What firnd serves at once (docs/ARCHITECTURE.md).
+/// Connections of the control socket that firnd serves at once (docs/internals/daemon.md).
 const ORDINARY: usize = 64;
 const RESERVE: usize = 8;
 /// All connections are in use (docs/OPERATIONS.md).
