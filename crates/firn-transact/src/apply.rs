@@ -590,10 +590,10 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(())
     }
 
-    /// Writes one range of a file, with bytes from the log, from `copy` or from another file of the transaction.
+    /// Writes one range of a file. The range says where its bytes are: in the log itself, in the staged copy (`copy`),
+    /// or in another file of the transaction's directory.
     ///
-    /// `copy` is the staged copy, a file in the transaction's directory, opened for reading; `None` if no range needs
-    /// it. `size` is the new size of the file. Fails with ESTALE if bytes are missing.
+    /// `copy` is open for reading; `None` if no range needs it. `size` is the new size of the file.
     fn write_range(
         &mut self,
         range: &WrittenRange,
@@ -683,6 +683,7 @@ impl<'a, B: Backing> Apply<'a, B> {
     /// names first, in recursive calls. Fails with ESTALE if a directory is not found.
     fn add_new_names(&mut self, change: EntryChange<'a>) -> Result<()> {
         let number = change.entry.number;
+        // A directory that several hosts may make got its name when it was made.
         let has_shared_name = self.made_dirs.contains(&number);
         if change.added_names.is_empty() || has_shared_name {
             return Ok(());
@@ -781,6 +782,7 @@ impl<'a, B: Backing> Apply<'a, B> {
             return staging::copy_attributes(self.base, &copy, inode);
         }
         let copied_mtime = self.base.attr(&copy)?.mtime;
+        // The time that the object had before this application. Without one, only the time of the copy counts.
         let mtime_before = match self.mtimes_before.get(&change.entry.number) {
             Some(mtime_before) => *mtime_before,
             None => copied_mtime,

@@ -260,9 +260,9 @@ impl<B: Backing> Objects<B> {
         change: impl FnOnce(&B::Inode) -> Result<()>,
         record_change: impl FnOnce(&mut Change<B>),
     ) -> Result<()> {
-        // Waits while a transaction of the object is prepared or being committed. In shadow mode the old state is then
-        // saved.
+        // Waits while a transaction of the object is prepared or being committed.
         let (_data, scope) = self.admission.enter_data_change(object)?;
+        // In shadow mode this saves the old attributes and returns `None`. No bytes of the file change.
         let Some(scope) = self.originals.buffering_scope(scope, object, NO_BYTES)? else {
             let claimed = object.state.acquire_shared();
             return change(&claimed.inode(&self.lower.base)?);
@@ -308,8 +308,8 @@ impl<B: Backing> Objects<B> {
     /// Makes the staged copy of an object if it has none: an object in the transaction's directory, which has the
     /// changed bytes and attributes until the commit. Inline changes, which are in memory, are written to the copy.
     ///
-    /// `claimed` is the exclusive lock of the object's state. Fails with ESTALE if the object was made in a transaction
-    /// that was aborted.
+    /// `scope` is the transaction, and `claimed` the exclusive lock of the object's state. Fails with ESTALE if the
+    /// object was made in a transaction that was aborted.
     pub(crate) fn stage_copy(
         &self,
         scope: &Scope<B>,

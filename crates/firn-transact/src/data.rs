@@ -187,7 +187,8 @@ impl<B: Backing> FileData<B> {
         }
     }
 
-    /// Opens a file for a program. The file in the backing is not kept open; the first read or write opens it again.
+    /// Opens a file for a program. The file in the backing (the directory below the mount) is not kept open: the first
+    /// read or write opens it again.
     ///
     /// Fails with ESTALE if the object was made in a transaction that was aborted.
     pub(crate) fn open_tracked(
@@ -197,11 +198,13 @@ impl<B: Backing> FileData<B> {
     ) -> Result<TrackedFile<B>> {
         let state = object.state.acquire_shared();
         let single_source = state.read().single_source();
-        // The file is opened and closed at once, so that the program's open(2) gets the errors of the backing.
         let inode = match single_source {
+            // A transaction made the file, so all of it is in the transaction's directory.
             Some(LowerFile::StagedCopy) => state.inode(&self.lower.base)?,
+            // The old file is opened even if a transaction has some bytes elsewhere.
             _ => state.base().ok_or(Errno::STALE)?,
         };
+        // The file is opened and closed at once, so that the program's open(2) gets the errors of the backing.
         drop(self.lower.base.open(&inode, access)?);
         drop(state);
         Ok(TrackedFile::new(object, access))
@@ -300,6 +303,7 @@ impl<B: Backing> FileData<B> {
         data: &[IoSlice<'_>],
         offset: u64,
     ) -> Result<usize> {
+        // In shadow mode this saves the old bytes from `offset` on, and returns `None`.
         let Some(scope) = self.originals.buffering_scope(scope, object, offset)? else {
             let state = object.state.acquire_shared();
             let lower_file = object.lower_file(&self.lower.base, &state, LowerFile::Writer)?;
@@ -469,9 +473,9 @@ impl<B: Backing> FileData<B> {
     pub(crate) fn set_len_tracked(&self, file: &TrackedFile<B>, len: u64) -> Result<()> {
         file.check_writable(Errno::INVAL)?;
         let object = &file.object;
-        // Waits while a transaction of the file is prepared or being committed. In shadow mode the cut-off bytes are
-        // then saved.
+        // Waits while a transaction of the file is prepared or being committed.
         let (_data, scope) = self.admission.enter_data_change(object)?;
+        // In shadow mode (changes are made at once) this saves the bytes from `len` on, and returns `None`.
         let Some(scope) = self.originals.buffering_scope(scope, object, len)? else {
             let state = object.state.acquire_shared();
             let lower_file = object.lower_file(&self.lower.base, &state, LowerFile::Writer)?;

@@ -154,11 +154,12 @@ impl<B: Backing> Clone for StagingDir<B> {
 }
 
 impl<B: Backing> Scope<B> {
-    /// Makes the table of a transaction that is stored in the directory `dir`. It covers the directory `root`, which
-    /// has the path `path` at the begin.
+    /// Makes the state in memory of a transaction that covers the directory `root` and all below it. Also makes the
+    /// directories for its files in `dir`, its own directory. `path` is the path of `root` at the begin.
     ///
-    /// `recovered` is the change log if an earlier firnd (server of this mount) prepared the transaction. `shadow` is
-    /// the saved old state; `None` if changes are kept back until the commit.
+    /// `recovered` is the change log if an earlier firnd (server of this mount) prepared the transaction; it then
+    /// starts as prepared and otherwise as open. `shadow` is the saved old state; `None` if changes are kept back until
+    /// the commit.
     pub(crate) fn new(
         base: &B,
         serial: u64,

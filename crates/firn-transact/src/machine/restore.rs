@@ -68,6 +68,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             Some(transaction) if transaction.id() == Some(id) => {
                 Ok(Step::FinishCommit { transaction, id })
             }
+            // A decided commit cannot be dropped.
             Some(TransactionHandle::Decided(commit)) => {
                 Err(StageError::Decided { id: commit.id() }.into())
             }

@@ -146,9 +146,10 @@ impl<'a, B: Backing> UndoPass<'a, B> {
     ) -> std::result::Result<Self, StoreError> {
         let mut saves = load_saved(base, shadow, transaction_dir)?;
         let root_ino = base.attr(&root)?.ino;
-        // A save of an object that did not exist before the transaction is not needed: the object is removed.
+        // An object that did not exist before the transaction is removed, so its saved state is not needed.
         let existed_before = preexisting_objects(&saves, root_ino);
         saves.retain(|ino, _| existed_before.contains(ino));
+        // Objects with a saved name existed before the transaction, even if nothing else was saved of them.
         let mut preexisting: HashSet<u64> = saves
             .values()
             .flat_map(|save| save.names.values().copied())
@@ -572,11 +573,11 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         }
     }
 
-    /// Plans that a saved object gets its old attributes and bytes back. `ino` is the inode number of an object in
-    /// `self.saves`. The caller has planned the names of all objects.
+    /// Adds to the change log that a saved object gets its old attributes and bytes back. `ino` is the inode number of
+    /// an object in `self.saves`. The caller has planned the names of all objects.
     ///
-    /// The log finds the object by a name: by one that the undo removes or restores, or else by an unchanged one. Logs
-    /// an error if a file is not found.
+    /// The application of the log finds an object by a name: by one that the undo removes or restores, or else by an
+    /// unchanged one. If a file is not found by any, an error is logged and the undo continues.
     fn plan_contents(&mut self, ino: u64) -> Result<()> {
         let save = &self.saves[&ino];
         let is_dir = save.is_dir;
@@ -593,6 +594,7 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         if is_dir || is_found || changes_names {
             return Ok(());
         }
+        // Only the unchanged name is left to find the file by.
         let unchanged_name = entry.unchanged_name.clone();
         if !self.is_at_name(unchanged_name.as_ref(), ino)? {
             let path = path_text(&self.saves[&ino].path);

@@ -371,9 +371,11 @@ impl<B: Backing> Namespace<B> {
 impl<B: Backing> StoredScopes<B> {
     // ---- recovered transactions --------------------------------------------------------------
 
-    /// Returns the top, the directory that a transaction covers, of a transaction that an earlier firnd (server of the
-    /// mount) prepared. `dir` is the transaction's directory and `log` its change log. If the commit is still to create
-    /// the top, returns the new directory that waits in `dir`.
+    /// Returns the directory that a recovered transaction covers (its top). An earlier firnd, the server of the mount
+    /// before, prepared the transaction.
+    ///
+    /// `dir` is the transaction's own directory, and `log` its change log. If the transaction creates the top, and not
+    /// in shadow mode (changes are made at once), the top is still in `dir`.
     pub(crate) fn recovered_root(
         &self,
         dir: &B::Inode,
