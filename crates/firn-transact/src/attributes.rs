@@ -176,11 +176,10 @@ impl<B: Backing> Objects<B> {
         Ok(attr)
     }
 
-    /// Returns the attributes of an object with `change`, which an open transaction has made.
+    /// Returns the attributes of an object that an open transaction has changed, as programs see them.
     ///
-    /// `inode` is the object in the backing; `None` if it is new. The *staged copy* of a changed file has the written
-    /// bytes until the commit. A changed file has the identity of `inode`, the blocks of both, and all other attributes
-    /// of the staged copy. Link count and times take changes of names into account.
+    /// `inode` is the object in the backing; `None` if it is new. `change` has the rest. [`Self::read_staged_attr`]
+    /// combines the attributes of the two; the changes of names are added here, to the link count and the times.
     fn read_changed_attr(
         &self,
         object: &Object<B>,
@@ -249,11 +248,11 @@ impl<B: Backing> Objects<B> {
         self.change_staged_copy(object, change, |change| change.changes_attributes = true)
     }
 
-    /// Changes attributes of an object: calls `change` for the object's staged copy, which has the changes until the
-    /// commit, and `record_change` for the entry in the transaction's tables. The copy is made first if there is none.
+    /// Changes attributes of an object by a call of `change`.
     ///
-    /// Outside of transactions, and if the transaction makes changes at once (shadow mode), only `change` is called,
-    /// for the object in the backing.
+    /// If a transaction keeps its changes of the object back until the commit, `change` is called for the staged copy,
+    /// an object in the transaction's directory, which is made if there is none. Then `record_change` is called to note
+    /// the change in memory. In any other case `change` is called for the object in the backing.
     fn change_staged_copy(
         &self,
         object: &Arc<Object<B>>,

@@ -196,6 +196,8 @@ impl<B: Backing> Files for TransactionalBacking<B> {
         self.file_data.write_tracked(file, parts)
     }
 
+    /// Changes the length of a file as `resize` says, in the backing or in the transaction that has the file. Returns
+    /// whether that was done; see [`Files::resize`].
     fn resize(&self, file: &TrackedFile<B>, resize: Resize) -> Result<bool> {
         // The bytes from this offset on may change, so their old state may have to be saved.
         let lowest_offset = match resize {
@@ -270,6 +272,7 @@ impl<B: Backing> Files for TransactionalBacking<B> {
         let base = &self.lower.base;
         let inode = adopted.inode.clone();
         let key = ObjectKey::from_attr(&adopted.attr);
+        // A removed file that an abort would restore has a name in `kept/`, a directory of the transaction.
         let object = match self.namespace.location_in_kept(key) {
             Some((root, name)) => self.tree.intern(base, inode, &adopted.attr, &root, &name),
             None => self.tree.insert_nameless(base, inode, &adopted.attr),

@@ -106,12 +106,12 @@ impl<B: Backing> ObjectState<B> {
         self.resolve_and_copy(offset, size, &mut [])
     }
 
-    /// Returns where the bytes of a file from `offset` on are, and where this part of the file ends. If they are in
-    /// memory (inline changes), also copies those that fit into `buf`. `size` is the size that programs see.
+    /// Returns where the bytes of a file from `offset` on are, and where this part of the file ends. `size` is the size
+    /// that programs see. Bytes that are in memory are copied to `buf`, as far as they fit.
     ///
-    /// In a transaction that keeps its changes back, written bytes are in the staged copy, a file in the transaction's
-    /// directory. Other bytes are in the lower file (the file in the backing), up to the cut: the lowest size that the
-    /// file had in the transaction.
+    /// A transaction that keeps its changes back has its new bytes in memory or in the staged copy, a file in its own
+    /// directory. Old bytes are in the file of the backing, up to the *cut*: the lowest size that the file had in the
+    /// transaction.
     fn resolve_and_copy(&self, offset: u64, size: u64, buf: &mut [u8]) -> FilePart {
         if let Some(inline) = self.inline() {
             return resolve_inline(inline, offset, size, buf);
@@ -291,9 +291,10 @@ impl<B: Backing> FileData<B> {
         Ok(count)
     }
 
-    /// Writes to a file: to the backing's file outside of a transaction, and after its old bytes were saved in shadow
-    /// mode. Otherwise (buffer mode) to memory or to the staged copy, a file with the changed bytes until the commit.
-    /// Returns the number of bytes written.
+    /// Writes to a file, and returns the number of bytes written. `scope` is the transaction that has the file.
+    /// * Without a transaction, the bytes go to the file in the backing.
+    /// * In shadow mode they do so too, after the old bytes were saved.
+    /// * In buffer mode they go to memory or to the staged copy, a file in the transaction's directory.
     ///
     /// The caller ensures that no transaction begins, is prepared or ends during the call.
     fn write_object(

@@ -98,8 +98,8 @@ impl<B: Backing> Differences<B> {
         }
     }
 
-    /// Makes the change log of a transaction from its tables in memory. `id` is the number of the commit. The caller
-    /// has quiesced the scope: no program changes it meanwhile.
+    /// Makes the change log of a transaction from what is recorded of it in memory. `scope` is the transaction, and
+    /// `id` the number of its commit. The caller ensures that no program changes anything in it meanwhile.
     ///
     /// Fails with the errno of the backing if the present state of an object cannot be read.
     pub(crate) fn make_record(&self, scope: &Scope<B>, id: u64) -> Result<ChangeLog, Errno> {

@@ -147,8 +147,10 @@ impl<B: Backing> LowerBacking<B> {
 }
 
 impl<B: Backing> ArenaNotes<B> {
-    /// Returns the paths below which an arena must drop pending data, which is not in the backing yet, if a stored
-    /// transaction is undone. Empty if the transaction is committed or has ended.
+    /// Returns the paths below which written data must be dropped if a stored transaction is undone. The data is
+    /// *pending*: in memory that outlives this process, and not in the backing yet.
+    ///
+    /// Empty if the transaction is committed or has ended.
     pub(super) fn paths_to_drop_of(
         &self,
         stored: &StoredTransaction<B>,
@@ -234,8 +236,8 @@ impl<B: Backing> StoredScopes<B> {
         }
     }
 
-    /// Makes the scope of a transaction that continues although the firnd that began it (the server of the mount) has
-    /// died.
+    /// Makes the state in memory of a transaction that continues although the firnd that began it (the server of the
+    /// mount) has died.
     ///
     /// The transaction is in shadow mode: its changes are in the backing, and the old state is saved. Returns `None` if
     /// the directory that it covers does not exist, because its creation was not finished, or if it is not in shadow
@@ -562,6 +564,7 @@ impl<B: Backing> Recovery<B> {
         let old_name = OsStr::new(staging::RECORD);
         match self.find_decision(dir, &record)? {
             None => Ok(Some(record)),
+            // The other hosts have committed the transaction.
             Some(true) => {
                 let new_name = OsStr::new(staging::COMMIT);
                 self.lower
@@ -570,6 +573,7 @@ impl<B: Backing> Recovery<B> {
                 self.lower.base.sync_dir(dir)?;
                 Ok(Some(record))
             }
+            // They have aborted it. Without its record, the transaction is not prepared.
             Some(false) => {
                 self.lower.base.unlink(dir, old_name)?;
                 self.lower.base.sync_dir(dir)?;

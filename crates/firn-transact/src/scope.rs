@@ -218,8 +218,8 @@ impl<B: Backing> Scope<B> {
         self.last_number.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    /// Waits until programs may change what the transaction covers, or until the transaction is over. The caller holds
-    /// no use of the scope, because the end of the transaction waits for all uses.
+    /// Waits until programs may change what the transaction covers, or until the transaction is over. The caller must
+    /// not be registered as a user of the scope ([`crate::uses`]), because the end of the transaction waits for these.
     ///
     /// Fails with ECANCELED if the transaction is about to be aborted. Fails with EBUSY if an earlier firnd prepared
     /// it, because its decision may never come.

@@ -151,7 +151,7 @@ impl<B: Backing> Scopes<B> {
         &self,
         select: impl Fn(&Scope<B>) -> bool,
     ) -> Vec<(Arc<Scope<B>>, Stage)> {
-        let mut staged = Vec::new();
+        let mut found = Vec::new();
         // Stages are read under the lock. When a commit ends, the transaction that follows it moves into the list. A
         // copy of the list from before that moment, with stages from after it, would miss that transaction.
         let list = self.list.read();
@@ -160,11 +160,11 @@ impl<B: Backing> Scopes<B> {
             for transaction in [Some(Arc::clone(scope)), next_scope].into_iter().flatten() {
                 let stage = transaction.stage();
                 if stage != Stage::Ended {
-                    staged.push((transaction, stage));
+                    found.push((transaction, stage));
                 }
             }
         }
-        staged
+        found
     }
 
     /// Returns the first transaction of the list for which `select` returns true.

@@ -392,6 +392,7 @@ impl<B: Backing> Recovery<B> {
             let dir = staging::must_find_dir(&self.lower.base, transactions_dir, &name)
                 .map_err(|error| error.below(&self.lower.transactions_path()))?;
             let find_file = |file| staging::find(&self.lower.base, &dir, OsStr::new(file));
+            // The transaction is not shared, or its commit is recorded in this directory already.
             if find_file(SHARED)?.is_none() || find_file(staging::COMMIT)?.is_some() {
                 continue;
             }

@@ -746,10 +746,11 @@ impl<B: Backing> ShadowUndo<B> {
         }
     }
 
-    /// Undoes the changes of a transaction in shadow mode, which are in the backing already. Then updates the objects
-    /// in memory.
+    /// Gives the backing the tree from before a transaction that made its changes there at once (shadow mode). Then
+    /// updates the objects in memory.
     ///
-    /// `shadow` is the saved old state. The caller has quiesced the scope: no program changes it meanwhile.
+    /// `shadow` is the saved old state. The caller ensures that no program changes anything in the transaction
+    /// meanwhile.
     pub(crate) fn undo_shadow(
         &self,
         scope: &Scope<B>,
@@ -843,11 +844,11 @@ impl<B: Backing> ShadowUndo<B> {
         object.close_lower_files();
     }
 
-    /// Undoes a transaction in shadow mode (the backing has its changes) after a crash, from its stored state alone.
-    /// `dir` is the transaction's directory, which has the name `transaction_dir`; `scope` is the path of the directory
-    /// that it covers.
+    /// After a crash, gives the backing the tree from before a transaction, from the old state that is stored in the
+    /// transaction's directory `dir`. Does nothing if there is no old state, because the transaction kept its changes
+    /// back until the commit.
     ///
-    /// Does nothing for a transaction that kept its changes back until the commit (buffer mode).
+    /// `transaction_dir` is the name of `dir`, and `scope` the path of the directory that the transaction covers.
     pub(crate) fn undo_stored(
         &self,
         dir: &B::Inode,

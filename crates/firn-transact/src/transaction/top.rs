@@ -436,9 +436,11 @@ impl<B: Backing> DecidedCommits<B> {
 }
 
 impl<B: Backing> StoredScopes<B> {
-    /// In shadow mode, moves a new top (the directory that the transaction creates) from the transaction's directory to
-    /// its place in the backing. The transaction must be stored already. Does nothing in buffer mode, in which the
-    /// commit does that.
+    /// Moves the directory that a new transaction creates from the transaction's own directory to its place in the
+    /// backing. The transaction must be stored already.
+    ///
+    /// Does nothing if the directory existed before. Does nothing either in buffer mode, in which the commit moves the
+    /// directory; in shadow mode changes are made at once.
     pub(crate) fn place_new_top(&self, scope: &Scope<B>) -> Result<(), Errno> {
         let names = scope.top.names();
         let (Some(parent), Some(name)) = (scope.top.parent(), &names.now) else {
@@ -557,8 +559,8 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// Makes the table of a transaction that creates its own directory (the top). Creates the directory in the
-    /// transaction's directory, and stores the mark `open`, with which a recovery finds the transaction.
+    /// Makes the state in memory of a transaction that creates its own directory (the top). Creates the top in `tx-N`,
+    /// which has the transaction's files, and stores the mark `open` there, by which a recovery finds the transaction.
     fn make_scope_with_new_top(
         &self,
         new: &NewTransaction<'_, B>,
