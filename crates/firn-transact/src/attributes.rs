@@ -24,15 +24,19 @@ use crate::staging;
 use crate::top_overlay::TopOverlay;
 use crate::waiting::Admission;
 
-/// The parts of a change that concern attributes.
+/// The parts of a change that concern attributes; copied from [`Change`], which documents them.
 struct ChangedAttributes<B: Backing> {
+    /// The attributes that programs see while the commit is being applied.
     frozen_attr: Option<Attr>,
     staged_copy: Option<StagedCopy<B>>,
     /// Times after the last inline change; `None` without inline changes.
     inline_times: Option<InlineTimes>,
+    /// What the transaction adds to the link count.
     link_delta: i64,
     is_removed: bool,
+    /// Time of the last change of a name in the directory.
     names_changed_at: Option<Time>,
+    /// Time of the last change of a name of the object itself.
     own_names_changed_at: Option<Time>,
 }
 

@@ -1,7 +1,8 @@
-//! [`TransactionalBacking`] as a file system: each call of the backing's traits goes to the part that does it.
+//! The file system calls of a mount with transactions, such as lookup, create, read and rename.
 //!
-//! A *backing* is a file system whose files a mount shows; [`TransactionalBacking`] is a layer over another backing.
-//! Objects and files may be in a transaction. Calls that transactions do not change go to the backing below.
+//! A *backing* is a file system whose files a mount shows. [`TransactionalBacking`] is a layer over another backing
+//! that adds transactions. Here each call goes to the part of the layer that implements it (names, data, attributes).
+//! Calls that transactions do not change go to the backing below.
 
 use std::ffi::OsStr;
 use std::ops::Range;
@@ -22,7 +23,8 @@ use crate::namespace::NameAt;
 use crate::object::{Object, ObjectKey};
 use crate::transactional::TransactionalBacking;
 
-/// The inode in the backing that stands for an object: its staged copy, or else its base.
+/// How [`forward`] passes a call to the backing below. An object stands for its inode there: the staged copy, which is
+/// in the directory of its transaction, or else the object's own inode.
 macro_rules! base {
     ($self:ident, |$base:ident| $call:expr) => {{
         let $base = &$self.lower.base;

@@ -337,6 +337,7 @@ impl<B: Backing> LinkCounts<B> {
                 .collect()
         };
         for key in keys_of_transaction {
+            // The lock is taken anew for each object, because `update_hidden_links_mark` takes it itself.
             let mut links_by_object = self.tree.hidden_links.by_object.lock();
             let Some(links) = links_by_object.get_mut(&key) else {
                 continue;

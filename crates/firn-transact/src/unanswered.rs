@@ -1,8 +1,8 @@
 //! Remembers commits that were applied although their request failed, so that a repeated request succeeds.
 //!
 //! A repeated request with the same number is for such a commit, not for the transaction that follows it. The commit is
-//! remembered until it is requested again, or until another request for the scope arrives. An unmount forgets it: the
-//! next mount leaves its vote, and no later transaction can be confused with it.
+//! remembered until it is requested again, or until another request for its *scope* (the directory of the transaction)
+//! arrives. An unmount forgets it: the next mount leaves its vote, and no later transaction can be confused with it.
 //!
 //! With several hosts, a *vote* or *ballot* decides a commit by files that all hosts see. A host *leaves* it when it
 //! records there that it has applied the commit. This file also leaves votes that could not be left at once.

@@ -111,6 +111,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             (Some(commit), _) if options.id == Some(commit.id()) => {
                 self.plan_commit(TransactionHandle::Decided(commit), options)
             }
+            // A decided commit before an open transaction is applied first.
             (commit, Some(TransactionHandle::Open(open))) => Ok(Step::ApplyBefore {
                 commit,
                 open,

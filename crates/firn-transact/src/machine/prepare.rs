@@ -135,6 +135,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             match prepared.poll_vote()? {
                 Vote::Over(verdict) => return Ok(verdict.into_result()?),
                 Vote::Waiting { .. } if wait_again() => {}
+                // The mount's timeout is over.
                 Vote::Waiting {
                     published,
                     expected,

@@ -120,8 +120,8 @@ impl<B: Backing> Originals<B> {
     /// Finds out how much of an object's old state other hosts of the transaction have saved, or an earlier firnd
     /// (server of the mount). Returns `None` if that is no more than `known`.
     ///
-    /// Reads the logs `saved/INO.0`, `saved/INO.1` and so on that follow those in `known`. The bytes of a file are saved
-    /// from `saved_from` to the old end (`size`), and each further log lowers `saved_from`.
+    /// Reads the logs `saved/INO.0`, `saved/INO.1` and so on that follow those in `known`. The bytes of a file are
+    /// saved from `saved_from` to the old end (`size`), and each further log lowers `saved_from`.
     fn read_logs_of_others(
         &self,
         shadow: &Shadow<B>,

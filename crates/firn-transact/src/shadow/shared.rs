@@ -422,10 +422,12 @@ impl<B: Backing> Recovery<B> {
     ) -> Result<(), OpenError> {
         let shared = self.shared.find_shared(scope)?;
         let outcome = match &shared {
+            // The shared directory is gone, so the hosts have undone the transaction.
             None => SharedOutcome::Undone,
             Some(shared) => match (shared.decision()?, &record) {
                 (None, Some(_)) => SharedOutcome::Undecided,
                 (Some(decision), _) if decision.commit => SharedOutcome::Committed,
+                // The hosts have decided an abort, or this host was not prepared and so aborts for all hosts.
                 _ => SharedOutcome::Aborted,
             },
         };
@@ -530,6 +532,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if let Some(shared) = self.shared.find_shared(&scope.path)? {
             let decision = shared.decide(Proposal::Abort)?;
             if decision.commit {
+                // An open transaction has no number.
                 let id = prepared_id.unwrap_or_default();
                 return Err(StageError::Decided { id }.into());
             }

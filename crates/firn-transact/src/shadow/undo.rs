@@ -459,10 +459,10 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         Ok(())
     }
 
-    /// Sets one unchanged name of each object that the change log has, so that its application can find the object.
+    /// Records one unchanged name of each object in the change log, by which the application of the log finds the
+    /// object. The names are those that were saved of directories (`self.saves`).
     ///
-    /// `self.saves` has the old state of each saved object, with a directory's names. Objects without a saved state or
-    /// planned change get no entry, because a directory may have very many of them.
+    /// Objects without a saved state or planned change get no entry, because a directory may have very many of them.
     fn record_unchanged_names(&mut self) {
         for (dir, save) in &self.saves {
             // In a directory that was not found, no object can be found either.
@@ -472,6 +472,7 @@ impl<'a, B: Backing> UndoPass<'a, B> {
             for (name, child) in &save.names {
                 let entry_name = EntryName::new(*dir, name.clone());
                 match self.entries.entry(*child) {
+                    // The undo changes the object. A name that it restores does not lead to the object yet.
                     MapEntry::Occupied(mut occupied) => {
                         let entry = occupied.get_mut();
                         let is_restored = entry.before.contains(&entry_name);

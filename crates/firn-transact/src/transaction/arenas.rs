@@ -275,9 +275,8 @@ impl<B: Backing> TransactionalBacking<B> {
                 expected: Expected::Count(0),
             }));
         }
-        owners.retain(|owner| {
-            owner.as_ref().map(|owner| &owner.host) != members.map(|members| &members.host)
-        });
+        let own_host = members.map(|members| &members.host);
+        owners.retain(|owner| owner.as_ref().map(|owner| &owner.host) != own_host);
         Ok(owners)
     }
 

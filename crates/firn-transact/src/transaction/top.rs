@@ -124,6 +124,7 @@ impl<B: Backing> LowerBacking<B> {
         let log = self
             .load_record(&scope.dir, &dir_name, staging::NAMES)
             .map_err(|_| Errno::IO)?;
+        // The file is a change log with one entry. The names that were added so far are the names `after` of the entry.
         let mut names: Vec<OsString> = match log.iter().flat_map(|log| &log.entries).next() {
             Some(entry) => entry
                 .after
@@ -207,6 +208,7 @@ impl<B: Backing> LowerBacking<B> {
             return Ok(None);
         };
         let parent = self.directory_at(parent_of(&log.scope))?;
+        // The entry has the old name of the top as `before`, and each later name as `after`.
         let name_of = |entry_name: &EntryName| entry_name.name.clone();
         let names: Vec<Vec<u8>> = entry.after.iter().map(name_of).collect();
         let before = entry.before.first().map(name_of);
