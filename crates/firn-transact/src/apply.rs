@@ -156,7 +156,8 @@ pub(crate) struct Apply<'a, B: Backing> {
 }
 
 impl<'a, B: Backing> Apply<'a, B> {
-    /// Prepares the application of a change log to the backing `base`. Nothing is changed yet.
+    /// Prepares the application of a change log, forward or backward, to the backing `base`. Nothing is changed before
+    /// [`Self::run`].
     ///
     /// `device` is the device number of the backing's top. `dirs` are directories of the transaction: `new/` has new
     /// objects and bytes, `away/` gets objects that have lost one name and not got the next.
@@ -410,6 +411,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         if let Some(inode) = self.find_under_name(entry, self.away_dir, away_name.as_bytes())? {
             return Ok(Some(inode));
         }
+        // Where an undo finds a removed object, where a new object waits, and a further link to an old object.
         let staged_paths = [change.kept_at, change.staged_at, entry.anchor_at.as_ref()];
         for path in staged_paths.into_iter().flatten() {
             let staging_dir = self.staging_dir(&path.dir)?;

@@ -292,6 +292,7 @@ impl<B: Backing> History<B> {
                 source: BytesSource::Inline(bytes),
             });
         }
+        // These few bytes are written in place: the size does not change, and nothing is cut off.
         Ok(DataChange {
             cut: attr.size,
             size: attr.size,

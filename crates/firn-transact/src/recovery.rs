@@ -260,6 +260,7 @@ impl<B: Backing> StoredScopes<B> {
         let root = self.intern_path(&path_now)?;
         let mut scope = self.new_scope(*serial, root, path, dir.clone(), NOT_RECOVERED)?;
         scope.is_revived = true;
+        // A directory that the transaction created had no name before.
         if let Some(top_undo) = top_undo {
             scope.top.names.lock().before = top_undo.before.map(OsString::from_vec);
         }

@@ -546,6 +546,7 @@ impl<B: Backing> Votes<B> {
                 continue;
             };
             let vote = VoteBallot::in_dir(vote_dir);
+            // The other hosts wait until this host has left a decided vote.
             if vote.ballot.is_taking_part()? && vote.is_decided()? {
                 vote.leave()?;
             } else {

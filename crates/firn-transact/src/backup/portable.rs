@@ -182,7 +182,8 @@ impl<'a, B: Backing> PortableLogMaker<'a, B> {
             return Ok(None);
         };
         let is_new = entry.new_at.is_some();
-        if is_new || searched.contains(&number) {
+        let is_being_searched = searched.contains(&number);
+        if is_new || is_being_searched {
             return Ok(None);
         }
         searched.push(number);

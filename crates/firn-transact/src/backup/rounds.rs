@@ -508,6 +508,7 @@ impl<B: Backing> Round<'_, B> {
         if !may_continue() {
             return Ok(false);
         }
+        // From here on the file in the backup does not count, until it is complete.
         self.copy.copied.remove(&file_name);
         let copied = copy_to_backup(
             self.base,
@@ -518,6 +519,7 @@ impl<B: Backing> Round<'_, B> {
             may_continue,
         );
         let content = match copied {
+            // The copy was stopped, or the file became shorter.
             Err(BackupError::Store(StoreError::Own(OwnError::Backing(Errno::AGAIN)))) => {
                 return Ok(false);
             }

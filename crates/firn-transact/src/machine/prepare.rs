@@ -52,6 +52,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
                 prepared,
                 then: AfterVote::Answer,
             }),
+            // The transaction has another number, or there is none.
             undecided => {
                 let commit = transactions.commit.map(TransactionHandle::Decided);
                 let other_transaction = undecided.or(commit);

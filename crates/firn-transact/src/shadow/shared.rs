@@ -277,6 +277,7 @@ impl<B: Backing> SharedTransactions<B> {
             let other_scope = match staging::load_scope(&self.lower.base, other.dir(), SCOPE) {
                 Ok(Some(path)) => path,
                 Ok(None) => continue,
+                // The hosts of the other transaction have removed its directory meanwhile.
                 Err(error) if is_gone(&error) => continue,
                 Err(error) => return Err(error.into()),
             };

@@ -224,12 +224,15 @@ impl<'a, B: Backing> UndoPass<'a, B> {
 
     // ---- search for directories --------------------------------------------------------------
 
-    /// Finds the directories that the undo needs, at their present paths: the *touched* ones, in which the transaction
-    /// changed names, and those on the saved paths of other saved objects. `kept/` has removed objects.
+    /// Finds the directories that the undo needs, wherever they are now. These are the *touched* ones, in which the
+    /// transaction changed names, and those on the saved paths of other saved objects.
     ///
-    /// Two searches alternate until neither finds more. One searches each touched or new directory for directories that
-    /// moved there. The other follows the saved paths from directories that were found. A touched directory that is not
-    /// found is logged as an error, and its changes are not undone.
+    /// Two searches alternate until neither finds more:
+    /// * one searches each touched or new directory for directories that moved there, first in `kept/`, the directory
+    ///   of removed objects;
+    /// * the other follows the saved paths from directories that were found.
+    ///
+    /// A touched directory that is not found is logged as an error, and its changes are not undone.
     fn find_dirs(&mut self) -> Result<()> {
         let kept_dir = FoundDir {
             ino: KEPT_DIR_INO,

@@ -147,8 +147,8 @@ impl<B: Backing> LowerBacking<B> {
         self.base.sync_dir(&scope.dir)
     }
 
-    /// Writes `tx-N/names`, the names that the transaction's uppermost directory `top` has or had (or names that the
-    /// transaction covers in it), as a change log of one entry. Does not sync the directory.
+    /// Stores names of a transaction in the file `tx-N/names`, as a change log of one entry. They are the names that its
+    /// uppermost directory `top` has or had, or further names in `top` that it covers. Does not sync the directory.
     pub(super) fn write_names(
         &self,
         scope: &Scope<B>,
