@@ -658,9 +658,11 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(())
     }
 
-    /// Moves an object from `name` in `dir` to the path in the transaction's directory at which an undo of the commit
-    /// finds it. Returns false, without a move, if no undo needs the object or if it is there already under another of
-    /// its names.
+    /// Keeps a removed object for an undo of the commit: moves it from `name` in `dir` to the path in the transaction's
+    /// directory at which the undo finds it.
+    ///
+    /// Returns false, without a move, if no undo needs the object. Returns false too if the object is there already,
+    /// moved from another of its names.
     fn move_to_staged_path(
         &mut self,
         change: &EntryChange<'a>,
@@ -681,8 +683,8 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(true)
     }
 
-    /// Adds those new names of an object of the log that are missing. The directories of these names get their own new
-    /// names first, in recursive calls. Fails with ESTALE if a directory is not found.
+    /// Gives an object of the log its new names, as far as they are missing. The directories of these names get their
+    /// own new names first, in recursive calls. Fails with ESTALE if a directory is not found.
     fn add_new_names(&mut self, change: EntryChange<'a>) -> Result<()> {
         let number = change.entry.number;
         // A directory that several hosts may make got its name when it was made.

@@ -208,8 +208,9 @@ impl<B: Backing> Objects<B> {
         Ok(attr)
     }
 
-    /// Returns the attributes that the backing's object `inode` and its staged copy (which has the changed bytes and
-    /// attributes until the commit) have together. Changes of names are not taken into account.
+    /// Returns the attributes of an object that a transaction has changed, as if no names had changed. They come from
+    /// the backing's object `inode` and from its staged copy, which has the changed bytes and attributes until the
+    /// commit.
     ///
     /// `inode` is `None` if the object is new; all of it is then in the staged copy.
     fn read_staged_attr(

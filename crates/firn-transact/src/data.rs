@@ -498,8 +498,10 @@ impl<B: Backing> FileData<B> {
         Ok(())
     }
 
-    /// Does what fallocate(2) does, in the file of the backing, or in the staged copy (the changed bytes until the
-    /// commit) of a transaction in buffer mode. There, modes that move bytes within the file fail with EOPNOTSUPP.
+    /// Does what fallocate(2) does. A transaction that keeps its changes back until the commit (buffer mode) changes
+    /// the staged copy, a file in its own directory. In any other case the file in the backing changes.
+    ///
+    /// In buffer mode, modes that move bytes within the file fail with EOPNOTSUPP.
     pub(crate) fn allocate_tracked(
         &self,
         file: &TrackedFile<B>,

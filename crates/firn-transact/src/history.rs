@@ -117,7 +117,7 @@ impl<B: Backing> History<B> {
         }
     }
 
-    /// Adds to a change log how to undo it, and copies the old bytes and attributes that an undo needs to the
+    /// Adds to the change log of a commit what an undo of it needs, and copies old bytes and attributes to the
     /// transaction's directory in the backing. Does nothing if the mount keeps no history of commits.
     ///
     /// `scope` is the transaction, which is not committed yet.

@@ -107,8 +107,8 @@ impl<B: Backing> LinkCounts<B> {
         links.iter().map(exists).collect()
     }
 
-    /// Removes from the table of hidden links (Firn's own links to objects) those that were about to be removed and no
-    /// longer exist. `links_exist` says for each of `links` whether it exists.
+    /// Updates the table of hidden links, which are Firn's own links to objects: removes the links that were about to
+    /// be removed and no longer exist. `links_exist` says for each of `links` whether it exists.
     fn remove_deleted_links(
         &self,
         object: &Object<B>,

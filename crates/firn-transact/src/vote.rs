@@ -287,8 +287,8 @@ impl<B: Backing> Votes<B> {
     }
 
     /// Publishes what this host's programs read and changed in a transaction, so that all hosts can vote on its commit
-    /// `id`; see [`Prepared::publish_accesses`](crate::Prepared::publish_accesses). The transaction `scope` is prepared:
-    /// its changes are durable in a record. Does nothing on a mount of one host.
+    /// `id`; see [`Prepared::publish_accesses`](crate::Prepared::publish_accesses). The transaction `scope` is
+    /// prepared: its changes are durable in a record. Does nothing on a mount of one host.
     ///
     /// Returns `LastVoteNotOver` while an earlier vote of the same number is being removed; the caller may then try
     /// again. If this host no longer knows what its programs read, it ends the vote for all hosts without a commit.

@@ -48,8 +48,8 @@ pub(super) struct PortableLogMaker<'a, B: Backing> {
 }
 
 impl<'a, B: Backing> PortableLogMaker<'a, B> {
-    /// Prepares the translation of the change log `log` of a transaction in the backing `base`. `device` is the device
-    /// number of the backing's top.
+    /// Prepares the translation of the change log `log` of a transaction into one that is valid in other trees. `base`
+    /// is the backing that has the transaction, and `device` the device number of its top.
     pub(super) fn new(base: &'a B, device: u64, log: &'a ChangeLog) -> Self {
         let entries = log
             .entries

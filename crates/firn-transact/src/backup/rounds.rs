@@ -223,8 +223,10 @@ impl<B: Backing> Backups<B> {
         Ok(copied_bytes)
     }
 
-    /// Copies the object at `path` in a transaction's directory in the backing to the backup, unless the copy has it in
-    /// this version. Returns its description for the manifest, the backup's list of files and changes.
+    /// Copies one object of a transaction to the backup, and returns its description for the manifest, the backup's
+    /// list of files and changes. A file that the backup has in this version is not copied again.
+    ///
+    /// `path` leads to the object in the transaction's directory in the backing.
     fn copy_staged(
         &self,
         mirror: &Mirror<B>,

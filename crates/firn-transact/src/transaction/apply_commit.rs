@@ -299,8 +299,8 @@ impl<B: Backing> DecidedCommits<B> {
             .finish_commit(&scope.dir, (&log, direction), scope.serial)
     }
 
-    /// Drops the tables of an applied commit, so that programs see the backing again. The caller has quiesced names and
-    /// data: no program uses them meanwhile.
+    /// Drops what is recorded in memory of an applied commit (its tables), so that programs see the backing again. The
+    /// caller has quiesced names and data: no program uses them meanwhile.
     ///
     /// A new object gets its inode in the backing, its base, if the tables kept that inode. Any other new object is not
     /// in use, and is looked up anew by its name.
@@ -408,8 +408,10 @@ impl<B: Backing> DecidedCommits<B> {
         self.keep_staged_inode_if(&claimed, always)
     }
 
-    /// Keeps the inode of a staged copy (which has a transaction's changes of an object) in the tables, if `is_wanted`
-    /// returns true and there is a copy. The inode stays valid when the commit moves the copy.
+    /// Keeps the inode of an object's staged copy open, so that programs can read the object while the commit moves the
+    /// copy. The staged copy has a transaction's changes of the object.
+    ///
+    /// Does nothing if there is no copy, or if `is_wanted` returns false.
     fn keep_staged_inode_if(
         &self,
         claimed: &ExclusiveValue<'_, ObjectState<B>>,

@@ -172,6 +172,7 @@ impl<B: Backing> TransactionalBacking<B> {
             None => self.scopes.add(Arc::clone(&scope)),
         }
         match error {
+            // The transaction is open in spite of this error, and can be aborted.
             Some(error) => Err(error),
             None => Ok(self.open_handle(scope)),
         }

@@ -147,8 +147,8 @@ impl<B: Backing> LowerBacking<B> {
         self.base.sync_dir(&scope.dir)
     }
 
-    /// Stores names of a transaction in the file `tx-N/names`, as a change log of one entry. They are the names that its
-    /// uppermost directory `top` has or had, or further names in `top` that it covers. Does not sync the directory.
+    /// Stores names of a transaction in the file `tx-N/names`, as a change log of one entry. They are the names that
+    /// its uppermost directory `top` has or had, or further names in `top` that it covers. Does not sync the directory.
     pub(super) fn write_names(
         &self,
         scope: &Scope<B>,
@@ -606,8 +606,11 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(scope)
     }
 
-    /// Creates a new top, the directory that the transaction `scope` creates, in the transaction's directory. In shadow
-    /// mode (changes are made at once) it counts as an object of the backing, otherwise as a change of the transaction.
+    /// Creates the directory that a new transaction creates and covers (its *top*), first in the transaction's own
+    /// directory. `scope` is the transaction.
+    ///
+    /// In shadow mode (changes are made at once) the top counts as an object of the backing, otherwise as a change of
+    /// the transaction.
     fn make_staged_top(
         &self,
         scope: &Scope<B>,
