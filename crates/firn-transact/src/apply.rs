@@ -20,7 +20,7 @@
 //! 5. Set attributes, those of directories last, because the steps before change their times.
 //! 6. Remove directories that have no name left.
 //!
-//! A file whose only change is small writes does not depend on the other steps. Most commits consist of such files, so
+//! A file that only gets small writes does not depend on the other steps. Most commits consist of such files, so
 //! step 2 writes several of them at a time and sets their times.
 //!
 //! Guarantee: an application can be repeated after a crash at any point, with the same result. Each step checks whether
@@ -256,7 +256,7 @@ impl<'a, B: Backing> Apply<'a, B> {
             .map(|change| change.entry.number)
             .collect();
         let mut made_dirs = Vec::new();
-        // Each round makes the directories whose parents exist by now.
+        // Each round makes the directories that have a parent by now.
         while !waiting_changes.is_empty() {
             let count_before = waiting_changes.len();
             for change in std::mem::take(&mut waiting_changes) {
@@ -353,7 +353,8 @@ impl<'a, B: Backing> Apply<'a, B> {
     }
 
     /// Finds the object that has `number` in the log, wherever it is in the tree or in the transaction's directories.
-    /// Returns `None` if it is not found. `searched` has the numbers of the objects whose searches led to this one.
+    /// Returns `None` if it is not found. `searched` has the numbers of the objects that are being searched for, which
+    /// led to this search.
     ///
     /// The search for an object looks for the directories of its names first.
     fn find_object_for(

@@ -1,8 +1,8 @@
 //! The file system calls of a mount with transactions, such as lookup, create, read and rename.
 //!
-//! A *backing* is a file system whose files a mount shows. [`TransactionalBacking`] is a layer over another backing
-//! that adds transactions. Here each call goes to the part of the layer that implements it (names, data, attributes).
-//! Calls that transactions do not change go to the backing below.
+//! A *backing* is a file system that a mount shows to programs. [`TransactionalBacking`] is a layer over another
+//! backing that adds transactions. Here each call goes to the part of the layer that implements it (names, data,
+//! attributes). Calls that transactions do not change go to the backing below.
 
 use std::ffi::OsStr;
 use std::ops::Range;

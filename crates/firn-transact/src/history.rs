@@ -437,7 +437,7 @@ impl<B: Backing> History<B> {
                 self.lower.base.sync_dir(transactions_dir)?;
                 is_synced = true;
             }
-            // The next transaction must not take a number whose log is kept.
+            // The next transaction must not take the number of a kept log.
             self.scopes.skip_serial(serial);
             let dir = staging::must_find_dir(&self.lower.base, transactions_dir, &name)
                 .map_err(|error| error.below(&self.lower.transactions_path()))?;
@@ -487,7 +487,7 @@ impl<B: Backing> History<B> {
             let Some(serial) = kept_log_serial(&name) else {
                 continue;
             };
-            // The next transaction must not take a number whose log is kept.
+            // The next transaction must not take the number of a kept log.
             self.scopes.skip_serial(serial);
             let dir = staging::must_find_dir(&self.lower.base, &transactions_dir, &name)
                 .map_err(|error| error.below(&self.lower.transactions_path()))?;

@@ -54,7 +54,7 @@ use crate::vote::Votes;
 pub struct RecoveryOutcome {
     /// Numbers of committed transactions that were applied to the end.
     pub finished: Vec<u64>,
-    /// Scopes whose transactions were undone because they had not been prepared.
+    /// Scopes of the transactions that were undone because they had not been prepared.
     pub undone: Vec<Vec<u8>>,
     /// Numbers and scopes of the transactions that are prepared and wait for a decision.
     pub waiting: Vec<(u64, Vec<u8>)>,

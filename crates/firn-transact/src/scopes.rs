@@ -26,7 +26,7 @@ pub struct Scopes<B: Backing> {
     list: RwLock<Vec<Arc<Scope<B>>>>,
     /// Length of the list. Read without the lock, so that calls outside of transactions do not wait.
     count: AtomicUsize,
-    /// Number of scopes whose top has another name in its parent than in the backing, or hides a name there.
+    /// Number of scopes with a top that has another name in its parent than in the backing, or hides a name there.
     changed_tops: AtomicUsize,
     /// The serial number that was assigned last.
     last_serial: AtomicU64,

@@ -12,7 +12,7 @@ use firn_backing::{Backing, Errno};
 use crate::transaction::apply_commit::DecidedCommits;
 use crate::transactional::TransactionalBacking;
 
-/// An applied commit whose request is not answered yet.
+/// An applied commit; its request is not answered yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Unanswered {
     /// Number of the commit.
@@ -23,7 +23,7 @@ pub(crate) struct Unanswered {
     pub(crate) path_after: Vec<u8>,
 }
 
-/// An applied commit whose vote this host has not left yet. Its fields identify the vote.
+/// An applied commit; this host has not left its vote yet. The fields identify the vote.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct AppliedCommit {
     /// Number of the commit.

@@ -143,7 +143,7 @@ impl<'a, B: Backing> PortableLogMaker<'a, B> {
     /// its path; `None` if the name does not exist or leads to another object.
     ///
     /// The directory of the name is searched for first, which may lead to further searches. `searched` has the numbers
-    /// of all objects whose searches are in progress, so that a circle of directories ends the search.
+    /// of all objects that are being searched for, so that a circle of directories ends the search.
     fn find_at(
         &mut self,
         entry: &Entry,
@@ -169,7 +169,7 @@ impl<'a, B: Backing> PortableLogMaker<'a, B> {
     /// Returns the directory that has `number` in the change log, and its path in the backing. Returns `None` if the
     /// transaction made it, or if no name of it is found there.
     ///
-    /// `searched` has the numbers of all objects whose searches are in progress, which called this one.
+    /// `searched` has the numbers of all objects that are being searched for, so that the search has an end.
     fn find_dir(
         &mut self,
         number: u64,

@@ -460,7 +460,7 @@ impl<B: Backing> Round<'_, B> {
     fn visit_dir(&mut self, dir_name: &[u8], dir: &B::Inode) -> Result<(), BackupError> {
         let to_text = |name: &[u8]| String::from_utf8_lossy(name).into_owned();
         for (name, _, kind) in staging::list(self.base, dir)? {
-            // An anchor is a further link to an object of the backing, whose content is not staged.
+            // An anchor is a further link to an object of the backing and has no new content.
             let is_anchor = name.starts_with(ANCHOR.as_bytes());
             if is_anchor || kind.is_some_and(|kind| kind != Kind::File) {
                 continue;
