@@ -20,7 +20,7 @@
 //! 5. Set attributes, those of directories last, because the steps before change their times.
 //! 6. Remove directories that have no name left.
 //!
-//! A file whose only change is small writes does not depend on the other steps. Most commits consist of such files, so
+//! A file that only gets small writes does not depend on the other steps. Most commits consist of such files, so
 //! step 2 writes several of them at a time and sets their times.
 //!
 //! Guarantee: an application can be repeated after a crash at any point, with the same result. Each step checks whether
@@ -156,7 +156,8 @@ pub(crate) struct Apply<'a, B: Backing> {
 }
 
 impl<'a, B: Backing> Apply<'a, B> {
-    /// Prepares the application of a change log to the backing `base`. Nothing is changed yet.
+    /// Prepares the application of a change log, forward or backward, to the backing `base`. Nothing is changed before
+    /// [`Self::run`].
     ///
     /// `device` is the device number of the backing's top. `dirs` are directories of the transaction: `new/` has new
     /// objects and bytes, `away/` gets objects that have lost one name and not got the next.
@@ -255,7 +256,7 @@ impl<'a, B: Backing> Apply<'a, B> {
             .map(|change| change.entry.number)
             .collect();
         let mut made_dirs = Vec::new();
-        // Each round makes the directories whose parents exist by now.
+        // Each round makes the directories that have a parent by now.
         while !waiting_changes.is_empty() {
             let count_before = waiting_changes.len();
             for change in std::mem::take(&mut waiting_changes) {
@@ -352,7 +353,8 @@ impl<'a, B: Backing> Apply<'a, B> {
     }
 
     /// Finds the object that has `number` in the log, wherever it is in the tree or in the transaction's directories.
-    /// Returns `None` if it is not found. `searched` has the numbers of the objects whose searches led to this one.
+    /// Returns `None` if it is not found. `searched` has the numbers of the objects that are being searched for, which
+    /// led to this search.
     ///
     /// The search for an object looks for the directories of its names first.
     fn find_object_for(
@@ -410,6 +412,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         if let Some(inode) = self.find_under_name(entry, self.away_dir, away_name.as_bytes())? {
             return Ok(Some(inode));
         }
+        // Where an undo finds a removed object, where a new object waits, and a further link to an old object.
         let staged_paths = [change.kept_at, change.staged_at, entry.anchor_at.as_ref()];
         for path in staged_paths.into_iter().flatten() {
             let staging_dir = self.staging_dir(&path.dir)?;
@@ -590,10 +593,10 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(())
     }
 
-    /// Writes one range of a file, with bytes from the log, from `copy` or from another file of the transaction.
+    /// Writes one range of a file. The range says where its bytes are: in the log itself, in the staged copy (`copy`),
+    /// or in another file of the transaction's directory.
     ///
-    /// `copy` is the staged copy, a file in the transaction's directory, opened for reading; `None` if no range needs
-    /// it. `size` is the new size of the file. Fails with ESTALE if bytes are missing.
+    /// `copy` is open for reading; `None` if no range needs it. `size` is the new size of the file.
     fn write_range(
         &mut self,
         range: &WrittenRange,
@@ -656,9 +659,11 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(())
     }
 
-    /// Moves an object from `name` in `dir` to the path in the transaction's directory at which an undo of the commit
-    /// finds it. Returns false, without a move, if no undo needs the object or if it is there already under another of
-    /// its names.
+    /// Keeps a removed object for an undo of the commit: moves it from `name` in `dir` to the path in the transaction's
+    /// directory at which the undo finds it.
+    ///
+    /// Returns false, without a move, if no undo needs the object. Returns false too if the object is there already,
+    /// moved from another of its names.
     fn move_to_staged_path(
         &mut self,
         change: &EntryChange<'a>,
@@ -679,10 +684,11 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(true)
     }
 
-    /// Adds those new names of an object of the log that are missing. The directories of these names get their own new
-    /// names first, in recursive calls. Fails with ESTALE if a directory is not found.
+    /// Gives an object of the log its new names, as far as they are missing. The directories of these names get their
+    /// own new names first, in recursive calls. Fails with ESTALE if a directory is not found.
     fn add_new_names(&mut self, change: EntryChange<'a>) -> Result<()> {
         let number = change.entry.number;
+        // A directory that several hosts may make got its name when it was made.
         let has_shared_name = self.made_dirs.contains(&number);
         if change.added_names.is_empty() || has_shared_name {
             return Ok(());
@@ -781,6 +787,7 @@ impl<'a, B: Backing> Apply<'a, B> {
             return staging::copy_attributes(self.base, &copy, inode);
         }
         let copied_mtime = self.base.attr(&copy)?.mtime;
+        // The time that the object had before this application. Without one, only the time of the copy counts.
         let mtime_before = match self.mtimes_before.get(&change.entry.number) {
             Some(mtime_before) => *mtime_before,
             None => copied_mtime,

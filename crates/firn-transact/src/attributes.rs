@@ -24,15 +24,19 @@ use crate::staging;
 use crate::top_overlay::TopOverlay;
 use crate::waiting::Admission;
 
-/// The parts of a change that concern attributes.
+/// The parts of a change that concern attributes; copied from [`Change`], which documents them.
 struct ChangedAttributes<B: Backing> {
+    /// The attributes that programs see while the commit is being applied.
     frozen_attr: Option<Attr>,
     staged_copy: Option<StagedCopy<B>>,
     /// Times after the last inline change; `None` without inline changes.
     inline_times: Option<InlineTimes>,
+    /// What the transaction adds to the link count.
     link_delta: i64,
     is_removed: bool,
+    /// Time of the last change of a name in the directory.
     names_changed_at: Option<Time>,
+    /// Time of the last change of a name of the object itself.
     own_names_changed_at: Option<Time>,
 }
 
@@ -176,11 +180,10 @@ impl<B: Backing> Objects<B> {
         Ok(attr)
     }
 
-    /// Returns the attributes of an object with `change`, which an open transaction has made.
+    /// Returns the attributes of an object that an open transaction has changed, as programs see them.
     ///
-    /// `inode` is the object in the backing; `None` if it is new. The *staged copy* of a changed file has the written
-    /// bytes until the commit. A changed file has the identity of `inode`, the blocks of both, and all other attributes
-    /// of the staged copy. Link count and times take changes of names into account.
+    /// `inode` is the object in the backing; `None` if it is new. `change` has the rest. [`Self::read_staged_attr`]
+    /// combines the attributes of the two; the changes of names are added here, to the link count and the times.
     fn read_changed_attr(
         &self,
         object: &Object<B>,
@@ -205,8 +208,9 @@ impl<B: Backing> Objects<B> {
         Ok(attr)
     }
 
-    /// Returns the attributes that the backing's object `inode` and its staged copy (which has the changed bytes and
-    /// attributes until the commit) have together. Changes of names are not taken into account.
+    /// Returns the attributes of an object that a transaction has changed, as if no names had changed. They come from
+    /// the backing's object `inode` and from its staged copy, which has the changed bytes and attributes until the
+    /// commit.
     ///
     /// `inode` is `None` if the object is new; all of it is then in the staged copy.
     fn read_staged_attr(
@@ -249,20 +253,20 @@ impl<B: Backing> Objects<B> {
         self.change_staged_copy(object, change, |change| change.changes_attributes = true)
     }
 
-    /// Changes attributes of an object: calls `change` for the object's staged copy, which has the changes until the
-    /// commit, and `record_change` for the entry in the transaction's tables. The copy is made first if there is none.
+    /// Changes attributes of an object by a call of `change`.
     ///
-    /// Outside of transactions, and if the transaction makes changes at once (shadow mode), only `change` is called,
-    /// for the object in the backing.
+    /// If a transaction keeps its changes of the object back until the commit, `change` is called for the staged copy,
+    /// an object in the transaction's directory, which is made if there is none. Then `record_change` is called to note
+    /// the change in memory. In any other case `change` is called for the object in the backing.
     fn change_staged_copy(
         &self,
         object: &Arc<Object<B>>,
         change: impl FnOnce(&B::Inode) -> Result<()>,
         record_change: impl FnOnce(&mut Change<B>),
     ) -> Result<()> {
-        // Waits while a transaction of the object is prepared or being committed. In shadow mode the old state is then
-        // saved.
+        // Waits while a transaction of the object is prepared or being committed.
         let (_data, scope) = self.admission.enter_data_change(object)?;
+        // In shadow mode this saves the old attributes and returns `None`. No bytes of the file change.
         let Some(scope) = self.originals.buffering_scope(scope, object, NO_BYTES)? else {
             let claimed = object.state.acquire_shared();
             return change(&claimed.inode(&self.lower.base)?);
@@ -308,8 +312,8 @@ impl<B: Backing> Objects<B> {
     /// Makes the staged copy of an object if it has none: an object in the transaction's directory, which has the
     /// changed bytes and attributes until the commit. Inline changes, which are in memory, are written to the copy.
     ///
-    /// `claimed` is the exclusive lock of the object's state. Fails with ESTALE if the object was made in a transaction
-    /// that was aborted.
+    /// `scope` is the transaction, and `claimed` the exclusive lock of the object's state. Fails with ESTALE if the
+    /// object was made in a transaction that was aborted.
     pub(crate) fn stage_copy(
         &self,
         scope: &Scope<B>,

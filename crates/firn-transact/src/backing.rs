@@ -1,7 +1,8 @@
-//! [`TransactionalBacking`] as a file system: each call of the backing's traits goes to the part that does it.
+//! The file system calls of a mount with transactions, such as lookup, create, read and rename.
 //!
-//! A *backing* is a file system whose files a mount shows; [`TransactionalBacking`] is a layer over another backing.
-//! Objects and files may be in a transaction. Calls that transactions do not change go to the backing below.
+//! A *backing* is a file system that a mount shows to programs. [`TransactionalBacking`] is a layer over another
+//! backing that adds transactions. Here each call goes to the part of the layer that implements it (names, data,
+//! attributes). Calls that transactions do not change go to the backing below.
 
 use std::ffi::OsStr;
 use std::ops::Range;
@@ -22,7 +23,8 @@ use crate::namespace::NameAt;
 use crate::object::{Object, ObjectKey};
 use crate::transactional::TransactionalBacking;
 
-/// The inode in the backing that stands for an object: its staged copy, or else its base.
+/// How [`forward`] passes a call to the backing below. An object stands for its inode there: the staged copy, which is
+/// in the directory of its transaction, or else the object's own inode.
 macro_rules! base {
     ($self:ident, |$base:ident| $call:expr) => {{
         let $base = &$self.lower.base;
@@ -196,6 +198,8 @@ impl<B: Backing> Files for TransactionalBacking<B> {
         self.file_data.write_tracked(file, parts)
     }
 
+    /// Changes the length of a file as `resize` says, in the backing or in the transaction that has the file. Returns
+    /// whether that was done; see [`Files::resize`].
     fn resize(&self, file: &TrackedFile<B>, resize: Resize) -> Result<bool> {
         // The bytes from this offset on may change, so their old state may have to be saved.
         let lowest_offset = match resize {
@@ -270,6 +274,7 @@ impl<B: Backing> Files for TransactionalBacking<B> {
         let base = &self.lower.base;
         let inode = adopted.inode.clone();
         let key = ObjectKey::from_attr(&adopted.attr);
+        // A removed file that an abort would restore has a name in `kept/`, a directory of the transaction.
         let object = match self.namespace.location_in_kept(key) {
             Some((root, name)) => self.tree.intern(base, inode, &adopted.attr, &root, &name),
             None => self.tree.insert_nameless(base, inode, &adopted.attr),

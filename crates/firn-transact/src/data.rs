@@ -106,12 +106,12 @@ impl<B: Backing> ObjectState<B> {
         self.resolve_and_copy(offset, size, &mut [])
     }
 
-    /// Returns where the bytes of a file from `offset` on are, and where this part of the file ends. If they are in
-    /// memory (inline changes), also copies those that fit into `buf`. `size` is the size that programs see.
+    /// Returns where the bytes of a file from `offset` on are, and where this part of the file ends. `size` is the size
+    /// that programs see. Bytes that are in memory are copied to `buf`, as far as they fit.
     ///
-    /// In a transaction that keeps its changes back, written bytes are in the staged copy, a file in the transaction's
-    /// directory. Other bytes are in the lower file (the file in the backing), up to the cut: the lowest size that the
-    /// file had in the transaction.
+    /// A transaction that keeps its changes back has its new bytes in memory or in the staged copy, a file in its own
+    /// directory. Old bytes are in the file of the backing, up to the *cut*: the lowest size that the file had in the
+    /// transaction.
     fn resolve_and_copy(&self, offset: u64, size: u64, buf: &mut [u8]) -> FilePart {
         if let Some(inline) = self.inline() {
             return resolve_inline(inline, offset, size, buf);
@@ -187,7 +187,8 @@ impl<B: Backing> FileData<B> {
         }
     }
 
-    /// Opens a file for a program. The file in the backing is not kept open; the first read or write opens it again.
+    /// Opens a file for a program. The file in the backing (the directory below the mount) is not kept open: the first
+    /// read or write opens it again.
     ///
     /// Fails with ESTALE if the object was made in a transaction that was aborted.
     pub(crate) fn open_tracked(
@@ -197,11 +198,13 @@ impl<B: Backing> FileData<B> {
     ) -> Result<TrackedFile<B>> {
         let state = object.state.acquire_shared();
         let single_source = state.read().single_source();
-        // The file is opened and closed at once, so that the program's open(2) gets the errors of the backing.
         let inode = match single_source {
+            // A transaction made the file, so all of it is in the transaction's directory.
             Some(LowerFile::StagedCopy) => state.inode(&self.lower.base)?,
+            // The old file is opened even if a transaction has some bytes elsewhere.
             _ => state.base().ok_or(Errno::STALE)?,
         };
+        // The file is opened and closed at once, so that the program's open(2) gets the errors of the backing.
         drop(self.lower.base.open(&inode, access)?);
         drop(state);
         Ok(TrackedFile::new(object, access))
@@ -288,9 +291,10 @@ impl<B: Backing> FileData<B> {
         Ok(count)
     }
 
-    /// Writes to a file: to the backing's file outside of a transaction, and after its old bytes were saved in shadow
-    /// mode. Otherwise (buffer mode) to memory or to the staged copy, a file with the changed bytes until the commit.
-    /// Returns the number of bytes written.
+    /// Writes to a file, and returns the number of bytes written. `scope` is the transaction that has the file.
+    /// * Without a transaction, the bytes go to the file in the backing.
+    /// * In shadow mode they do so too, after the old bytes were saved.
+    /// * In buffer mode they go to memory or to the staged copy, a file in the transaction's directory.
     ///
     /// The caller ensures that no transaction begins, is prepared or ends during the call.
     fn write_object(
@@ -300,6 +304,7 @@ impl<B: Backing> FileData<B> {
         data: &[IoSlice<'_>],
         offset: u64,
     ) -> Result<usize> {
+        // In shadow mode this saves the old bytes from `offset` on, and returns `None`.
         let Some(scope) = self.originals.buffering_scope(scope, object, offset)? else {
             let state = object.state.acquire_shared();
             let lower_file = object.lower_file(&self.lower.base, &state, LowerFile::Writer)?;
@@ -469,9 +474,9 @@ impl<B: Backing> FileData<B> {
     pub(crate) fn set_len_tracked(&self, file: &TrackedFile<B>, len: u64) -> Result<()> {
         file.check_writable(Errno::INVAL)?;
         let object = &file.object;
-        // Waits while a transaction of the file is prepared or being committed. In shadow mode the cut-off bytes are
-        // then saved.
+        // Waits while a transaction of the file is prepared or being committed.
         let (_data, scope) = self.admission.enter_data_change(object)?;
+        // In shadow mode (changes are made at once) this saves the bytes from `len` on, and returns `None`.
         let Some(scope) = self.originals.buffering_scope(scope, object, len)? else {
             let state = object.state.acquire_shared();
             let lower_file = object.lower_file(&self.lower.base, &state, LowerFile::Writer)?;
@@ -493,8 +498,10 @@ impl<B: Backing> FileData<B> {
         Ok(())
     }
 
-    /// Does what fallocate(2) does, in the file of the backing, or in the staged copy (the changed bytes until the
-    /// commit) of a transaction in buffer mode. There, modes that move bytes within the file fail with EOPNOTSUPP.
+    /// Does what fallocate(2) does. A transaction that keeps its changes back until the commit (buffer mode) changes
+    /// the staged copy, a file in its own directory. In any other case the file in the backing changes.
+    ///
+    /// In buffer mode, modes that move bytes within the file fail with EOPNOTSUPP.
     pub(crate) fn allocate_tracked(
         &self,
         file: &TrackedFile<B>,

@@ -98,8 +98,8 @@ impl<B: Backing> Differences<B> {
         }
     }
 
-    /// Makes the change log of a transaction from its tables in memory. `id` is the number of the commit. The caller
-    /// has quiesced the scope: no program changes it meanwhile.
+    /// Makes the change log of a transaction from what is recorded of it in memory. `scope` is the transaction, and
+    /// `id` the number of its commit. The caller ensures that no program changes anything in it meanwhile.
     ///
     /// Fails with the errno of the backing if the present state of an object cannot be read.
     pub(crate) fn make_record(&self, scope: &Scope<B>, id: u64) -> Result<ChangeLog, Errno> {
@@ -172,6 +172,7 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
         };
         let number = *self.numbers.entry(object.key).or_insert(change.number);
         let mut entry = Entry::new(number, self.identity_of(object), object.kind == Kind::Dir);
+        // If names in a directory changed, its copy in the transaction's directory gets the time of that change.
         self.set_copy_mtime(&change)?;
         match &base {
             None => self.describe_new_object(&mut entry, &change)?,
@@ -245,6 +246,7 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
                 written: written
                     .map(|range| WrittenRange::of_copy(range.start, range.end))
                     .collect(),
+                // The file was never shorter than before the transaction.
                 grows: change
                     .original
                     .is_some_and(|original| change.cut >= original.size),
@@ -327,10 +329,10 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
         Ok(())
     }
 
-    /// Adds the name of the transaction's uppermost directory (the top) in its parent to the change log. Returns the
-    /// change of that name; `None` if it does not change.
+    /// Adds to the change log that the transaction created or renamed its uppermost directory, the *top*. Returns the
+    /// change of the top's name; `None` if the name is the same as before.
     ///
-    /// An unchanged name is added too if the top has an entry, because the application must find the top.
+    /// Even an unchanged name is added if the top has an entry: the application of the log finds the top by it.
     fn add_top_name(&mut self) -> Option<TopChange> {
         let names = self.scope.top.names();
         let is_changed = names.before != names.now;
@@ -344,6 +346,7 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
                 entry: None,
             });
         }
+        // The top of the backing has no parent. A transaction of some names in a directory has no top.
         let parent = self.scope.top.parent()?;
         let root = &self.scope.root;
         if !is_changed && !self.numbers.contains_key(&root.key) {
@@ -357,6 +360,7 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
             entry.unchanged_name = names.now.map(entry_name);
             return None;
         }
+        // The entry may have got the present name as an unchanged one when it was made.
         entry.unchanged_name = None;
         entry.before = names.before.map(entry_name).into_iter().collect();
         entry.after = names.now.map(entry_name).into_iter().collect();

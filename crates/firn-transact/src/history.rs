@@ -117,7 +117,7 @@ impl<B: Backing> History<B> {
         }
     }
 
-    /// Adds to a change log how to undo it, and copies the old bytes and attributes that an undo needs to the
+    /// Adds to the change log of a commit what an undo of it needs, and copies old bytes and attributes to the
     /// transaction's directory in the backing. Does nothing if the mount keeps no history of commits.
     ///
     /// `scope` is the transaction, which is not committed yet.
@@ -130,6 +130,7 @@ impl<B: Backing> History<B> {
             return Ok(());
         }
         let transactions_dir = self.lower.make_transactions_dir()?;
+        // The number of the commit to which the undo leads back. A directory that the transaction creates has none.
         if !creates_top(log) {
             log.id_before = staging::load_commit_numbers(&self.lower.base, &transactions_dir)?
                 .remove(&scope.path);
@@ -291,6 +292,7 @@ impl<B: Backing> History<B> {
                 source: BytesSource::Inline(bytes),
             });
         }
+        // These few bytes are written in place: the size does not change, and nothing is cut off.
         Ok(DataChange {
             cut: attr.size,
             size: attr.size,
@@ -337,8 +339,8 @@ impl<B: Backing> History<B> {
         Ok(self.lower.base.sync_dir(transactions_dir)?)
     }
 
-    /// Removes the logs of earlier commits of a directory (the scope) that the history no longer needs after a commit
-    /// with `log`. `is_kept` says whether the log of the commit itself is kept.
+    /// Removes the logs of earlier commits of a directory that are too old to be undone after the commit with `log`.
+    /// `is_kept` says whether the log of that commit itself is kept.
     fn remove_old_logs(
         &self,
         transactions_dir: &B::Inode,
@@ -347,7 +349,7 @@ impl<B: Backing> History<B> {
     ) -> Result<(), StoreError> {
         let scope_after = log.scope_after(Direction::Redo);
         let kept_logs = self.all_kept_logs()?;
-        // A restore cannot go back over a commit that cannot be undone, so all older logs are removed then.
+        // A restore cannot go back over a commit without a log, so all older logs are removed then.
         let (newest_scope, needed_count) = if is_kept {
             (scope_after, self.commits_max as usize)
         } else {
@@ -357,8 +359,8 @@ impl<B: Backing> History<B> {
         let needed_serials = &serials[..serials.len().min(needed_count)];
         for kept_log in &kept_logs {
             let serial = kept_log.serial;
-            // Logs of an earlier directory with the name of the scope do not lead back from the present state, so they
-            // are removed too.
+            // An earlier directory may have had the same path. Its logs do not lead back from the present state, so
+            // they are removed too.
             let is_of_scope = kept_log.log.scope_after(Direction::Redo) == scope_after
                 || serials.contains(&serial);
             if is_of_scope && !needed_serials.contains(&serial) {
@@ -435,7 +437,7 @@ impl<B: Backing> History<B> {
                 self.lower.base.sync_dir(transactions_dir)?;
                 is_synced = true;
             }
-            // The next transaction must not take a number whose log is kept.
+            // The next transaction must not take the number of a kept log.
             self.scopes.skip_serial(serial);
             let dir = staging::must_find_dir(&self.lower.base, transactions_dir, &name)
                 .map_err(|error| error.below(&self.lower.transactions_path()))?;
@@ -485,10 +487,11 @@ impl<B: Backing> History<B> {
             let Some(serial) = kept_log_serial(&name) else {
                 continue;
             };
-            // The next transaction must not take a number whose log is kept.
+            // The next transaction must not take the number of a kept log.
             self.scopes.skip_serial(serial);
             let dir = staging::must_find_dir(&self.lower.base, &transactions_dir, &name)
                 .map_err(|error| error.below(&self.lower.transactions_path()))?;
+            // A restore that failed may have renamed the log from `commit` to `undo`.
             for record in [staging::COMMIT, staging::UNDO] {
                 if let Some(log) = self.lower.load_record(&dir, &name, record)? {
                     kept_logs.push(KeptLog { serial, log });

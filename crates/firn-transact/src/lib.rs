@@ -1,6 +1,6 @@
 //! Transactions: changes of names and data are held above a backing until they are committed, as in the paper on CprFS.
 //!
-//! A *backing* is the file system whose files a mount of Firn shows. [`TransactionalBacking`] is a layer over a
+//! A *backing* is the file system that a mount of Firn shows to programs. [`TransactionalBacking`] is a layer over a
 //! backing; a mount without transactions has a [`PlainBacking`] instead. Outside of transactions every call goes to the
 //! backing below.
 //!

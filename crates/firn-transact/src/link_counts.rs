@@ -107,8 +107,8 @@ impl<B: Backing> LinkCounts<B> {
         links.iter().map(exists).collect()
     }
 
-    /// Removes from the table of hidden links (Firn's own links to objects) those that were about to be removed and no
-    /// longer exist. `links_exist` says for each of `links` whether it exists.
+    /// Updates the table of hidden links, which are Firn's own links to objects: removes the links that were about to
+    /// be removed and no longer exist. `links_exist` says for each of `links` whether it exists.
     fn remove_deleted_links(
         &self,
         object: &Object<B>,
@@ -164,9 +164,10 @@ impl<B: Backing> LinkCounts<B> {
         self.insert_link(scope.serial, object, dir, name, LinkPresence::Exists);
     }
 
-    /// Records that the hidden links of an object, which Firn itself made, may or may not exist. A move to `kept/` (the
-    /// directory of removed objects) was reverted, and the revert may have failed. Removes the entry of a directory,
-    /// which has one name only.
+    /// Records that it is not known whether an object still has its link in `kept/`, the directory of removed objects.
+    /// The caller is about to move the object back from there, which may fail.
+    ///
+    /// The entry of a directory is removed from the table, because a directory has one name only.
     pub(crate) fn record_links_uncertain(&self, scope: &Scope<B>, object: &Object<B>) {
         let mut links_by_object = self.tree.hidden_links.by_object.lock();
         let Some(links) = links_by_object.get_mut(&object.key) else {
@@ -188,7 +189,7 @@ impl<B: Backing> LinkCounts<B> {
     }
 
     /// Inserts a link into the table of hidden links, which Firn itself made and programs do not see. If the table has
-    /// the link already, `Exists` replaces its presence.
+    /// the link already, only a `presence` of `Exists` is recorded.
     ///
     /// `serial` is the number of the link's transaction, and `name` the link's name in `dir`.
     fn insert_link(
@@ -209,7 +210,7 @@ impl<B: Backing> LinkCounts<B> {
             // A caller that repeats a failed call announces the same link again.
             Some(_) => {}
             None => {
-                // The top's entry stands for the name `.firn` in it, not for a name of the top itself.
+                // The link without a transaction is `.firn`, a name in the top of the backing and not of the top.
                 let is_dir = object.kind == Kind::Dir && serial != NO_SERIAL;
                 links.push(HiddenLink {
                     serial,
@@ -336,6 +337,7 @@ impl<B: Backing> LinkCounts<B> {
                 .collect()
         };
         for key in keys_of_transaction {
+            // The lock is taken anew for each object, because `update_hidden_links_mark` takes it itself.
             let mut links_by_object = self.tree.hidden_links.by_object.lock();
             let Some(links) = links_by_object.get_mut(&key) else {
                 continue;

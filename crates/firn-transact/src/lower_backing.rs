@@ -1,8 +1,8 @@
 //! [`LowerBacking`]: the file system below the layer of transactions, and the directory in it with their files.
 //!
-//! A *backing* is a file system whose files a mount shows. [`TransactionalBacking`](crate::TransactionalBacking) is a
-//! layer over it. A mount of one host keeps the files of its transactions in `.firn/`. With several hosts, each one has
-//! a directory of its own below `.firn/`.
+//! A *backing* is a file system that a mount shows. [`TransactionalBacking`](crate::TransactionalBacking) is a layer
+//! over it. A mount of one host keeps the files of its transactions in `.firn/`. With several hosts, each one has a
+//! directory of its own below `.firn/`.
 
 use firn_backing::{Backing, Errno};
 use firn_hosts::Members;

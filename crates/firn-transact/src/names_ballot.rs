@@ -185,7 +185,8 @@ impl<B: Backing> NamesBallots<B> {
             let view = ballot.ballot.view()?;
             return Ok(NamesEntry::NotYet(view.remaining()));
         }
-        // An attempt may have started between the first check and the join; see the race in the head.
+        // An attempt may have started between the first check and the join. The host that starts one looks for new
+        // hosts afterwards, so at least one of the two hosts sees the other.
         if ballot.has_open_attempt()? {
             ballot.ballot.withdraw()?;
             return Ok(NamesEntry::NotYet(ballot.ballot.joined()?));
@@ -298,6 +299,7 @@ impl<B: Backing> NamesBallots<B> {
                 continue;
             };
             match self.ballot_in_dir(dir).end_part() {
+                // Another host may have removed the ballot meanwhile.
                 Err(errno) if !is_gone(errno) => return Err(errno),
                 _ => {}
             }

@@ -408,8 +408,8 @@ impl<B: Backing> Namespace<B> {
 
     /// Removes a name, with the errors of unlink(2) or rmdir(2), as `what` says.
     ///
-    /// Outside of transactions and in shadow mode the backing loses the name at once. In buffer mode the removal is
-    /// recorded in tables in memory until the commit.
+    /// A transaction that keeps its changes back until the commit only records the removal in memory. In any other case
+    /// the backing, which is the directory below the mount, loses the name at once.
     pub(crate) fn remove_name(
         &self,
         parent: &Arc<Object<B>>,

@@ -1,5 +1,5 @@
 //! [`PlainBacking`]: the layer of a mount without transactions. It passes every call to the *backing* below, the file
-//! system whose files the mount shows.
+//! system that the mount shows.
 //!
 //! Promises
 //! * Programs do not see the reserved directory `.firn` at the top, and cannot make it.

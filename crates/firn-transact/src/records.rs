@@ -165,8 +165,8 @@ impl<B: Backing> Endings<B> {
         scope.set_stage(Stage::Ended);
     }
 
-    /// Removes the directory of a transaction whose outcome is durable. An error is only logged: a later begin or mount
-    /// removes the rest.
+    /// Removes the directory of an ended transaction. Its outcome is durable, so an error is only logged: a later begin
+    /// or mount removes the rest.
     pub(crate) fn clean_up(&self, scope: &Scope<B>) {
         let is_removed = match self.lower.make_transactions_dir() {
             Ok(transactions_dir) => {

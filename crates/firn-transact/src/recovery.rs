@@ -54,7 +54,7 @@ use crate::vote::Votes;
 pub struct RecoveryOutcome {
     /// Numbers of committed transactions that were applied to the end.
     pub finished: Vec<u64>,
-    /// Scopes whose transactions were undone because they had not been prepared.
+    /// Scopes of the transactions that were undone because they had not been prepared.
     pub undone: Vec<Vec<u8>>,
     /// Numbers and scopes of the transactions that are prepared and wait for a decision.
     pub waiting: Vec<(u64, Vec<u8>)>,
@@ -147,8 +147,10 @@ impl<B: Backing> LowerBacking<B> {
 }
 
 impl<B: Backing> ArenaNotes<B> {
-    /// Returns the paths below which an arena must drop pending data, which is not in the backing yet, if a stored
-    /// transaction is undone. Empty if the transaction is committed or has ended.
+    /// Returns the paths below which written data must be dropped if a stored transaction is undone. The data is
+    /// *pending*: in memory that outlives this process, and not in the backing yet.
+    ///
+    /// Empty if the transaction is committed or has ended.
     pub(super) fn paths_to_drop_of(
         &self,
         stored: &StoredTransaction<B>,
@@ -234,8 +236,8 @@ impl<B: Backing> StoredScopes<B> {
         }
     }
 
-    /// Makes the scope of a transaction that continues although the firnd that began it (the server of the mount) has
-    /// died.
+    /// Makes the state in memory of a transaction that continues although the firnd that began it (the server of the
+    /// mount) has died.
     ///
     /// The transaction is in shadow mode: its changes are in the backing, and the old state is saved. Returns `None` if
     /// the directory that it covers does not exist, because its creation was not finished, or if it is not in shadow
@@ -258,6 +260,7 @@ impl<B: Backing> StoredScopes<B> {
         let root = self.intern_path(&path_now)?;
         let mut scope = self.new_scope(*serial, root, path, dir.clone(), NOT_RECOVERED)?;
         scope.is_revived = true;
+        // A directory that the transaction created had no name before.
         if let Some(top_undo) = top_undo {
             scope.top.names.lock().before = top_undo.before.map(OsString::from_vec);
         }
@@ -562,6 +565,7 @@ impl<B: Backing> Recovery<B> {
         let old_name = OsStr::new(staging::RECORD);
         match self.find_decision(dir, &record)? {
             None => Ok(Some(record)),
+            // The other hosts have committed the transaction.
             Some(true) => {
                 let new_name = OsStr::new(staging::COMMIT);
                 self.lower
@@ -570,6 +574,7 @@ impl<B: Backing> Recovery<B> {
                 self.lower.base.sync_dir(dir)?;
                 Ok(Some(record))
             }
+            // They have aborted it. Without its record, the transaction is not prepared.
             Some(false) => {
                 self.lower.base.unlink(dir, old_name)?;
                 self.lower.base.sync_dir(dir)?;

@@ -154,11 +154,12 @@ impl<B: Backing> Clone for StagingDir<B> {
 }
 
 impl<B: Backing> Scope<B> {
-    /// Makes the table of a transaction that is stored in the directory `dir`. It covers the directory `root`, which
-    /// has the path `path` at the begin.
+    /// Makes the state in memory of a transaction that covers the directory `root` and all below it. Also makes the
+    /// directories for its files in `dir`, its own directory. `path` is the path of `root` at the begin.
     ///
-    /// `recovered` is the change log if an earlier firnd (server of this mount) prepared the transaction. `shadow` is
-    /// the saved old state; `None` if changes are kept back until the commit.
+    /// `recovered` is the change log if an earlier firnd (server of this mount) prepared the transaction; it then
+    /// starts as prepared and otherwise as open. `shadow` is the saved old state; `None` if changes are kept back until
+    /// the commit.
     pub(crate) fn new(
         base: &B,
         serial: u64,
@@ -217,8 +218,8 @@ impl<B: Backing> Scope<B> {
         self.last_number.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    /// Waits until programs may change what the transaction covers, or until the transaction is over. The caller holds
-    /// no use of the scope, because the end of the transaction waits for all uses.
+    /// Waits until programs may change what the transaction covers, or until the transaction is over. The caller must
+    /// not be registered as a user of the scope ([`crate::uses`]), because the end of the transaction waits for these.
     ///
     /// Fails with ECANCELED if the transaction is about to be aborted. Fails with EBUSY if an earlier firnd prepared
     /// it, because its decision may never come.

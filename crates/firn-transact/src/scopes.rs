@@ -26,7 +26,7 @@ pub struct Scopes<B: Backing> {
     list: RwLock<Vec<Arc<Scope<B>>>>,
     /// Length of the list. Read without the lock, so that calls outside of transactions do not wait.
     count: AtomicUsize,
-    /// Number of scopes whose top has another name in its parent than in the backing, or hides a name there.
+    /// Number of scopes with a top that has another name in its parent than in the backing, or hides a name there.
     changed_tops: AtomicUsize,
     /// The serial number that was assigned last.
     last_serial: AtomicU64,
@@ -151,7 +151,7 @@ impl<B: Backing> Scopes<B> {
         &self,
         select: impl Fn(&Scope<B>) -> bool,
     ) -> Vec<(Arc<Scope<B>>, Stage)> {
-        let mut staged = Vec::new();
+        let mut found = Vec::new();
         // Stages are read under the lock. When a commit ends, the transaction that follows it moves into the list. A
         // copy of the list from before that moment, with stages from after it, would miss that transaction.
         let list = self.list.read();
@@ -160,11 +160,11 @@ impl<B: Backing> Scopes<B> {
             for transaction in [Some(Arc::clone(scope)), next_scope].into_iter().flatten() {
                 let stage = transaction.stage();
                 if stage != Stage::Ended {
-                    staged.push((transaction, stage));
+                    found.push((transaction, stage));
                 }
             }
         }
-        staged
+        found
     }
 
     /// Returns the first transaction of the list for which `select` returns true.

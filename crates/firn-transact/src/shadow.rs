@@ -1,8 +1,8 @@
 //! Shadow mode of transactions: changes go to the backing (the directory below the mount) at once, after the old state
 //! of the object was saved. An abort restores it.
 //!
-//! This mode is for jobs whose hosts write parts of the same files, where buffered changes would conflict. The saved
-//! data is the old state and not a history of changes, so its parts have no order. It has:
+//! This mode is for jobs in which several hosts write parts of the same files and buffered changes would conflict. The
+//! saved data is the old state and not a history of changes, so its parts have no order. It has:
 //! * the attributes and the size of each changed object;
 //! * the names in a changed directory;
 //! * the bytes of a changed file, from the lowest changed offset to the old end.

@@ -108,7 +108,7 @@ impl<B: Backing> Scope<B> {
     }
 
     /// Returns what the transaction did to each name of a file: unlinked it, renamed it, made a new file there and so
-    /// on. The result has only names that it changed, or whose files it changed.
+    /// on. The result has only names that it changed, and names of files that it changed.
     ///
     /// It is derived from the changes in memory. A file's *origin* is its name before the transaction.
     fn derive_states(&self) -> HashMap<Name, NameState> {

@@ -1,4 +1,4 @@
-//! [`TransactionalBacking`]: a file system whose directories can be in a transaction, as a layer over another one.
+//! [`TransactionalBacking`]: a file system with transactions on its directories, as a layer over another file system.
 //!
 //! A file system below a mount or below such a layer is a *backing*. The *scope* of a transaction is what it covers;
 //! the *top* is its uppermost directory. In *shadow mode* the backing has a transaction's changes at once.

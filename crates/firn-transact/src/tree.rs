@@ -29,7 +29,7 @@ use crate::uses::{Area, QuietAreas, UseGuard, UseTable};
 /// Guard: its caller may change names.
 pub(crate) struct NameChangeGuard<'a, B: Backing> {
     dirs_use: UseGuard<'a, B>,
-    /// The claim of the transaction whose names change; `None` outside of transactions.
+    /// The claim on the names of the transaction; `None` outside of transactions.
     names_claim: Option<ExclusiveClaim<Arc<Claim>>>,
 }
 

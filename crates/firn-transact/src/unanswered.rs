@@ -1,8 +1,8 @@
 //! Remembers commits that were applied although their request failed, so that a repeated request succeeds.
 //!
 //! A repeated request with the same number is for such a commit, not for the transaction that follows it. The commit is
-//! remembered until it is requested again, or until another request for the scope arrives. An unmount forgets it: the
-//! next mount leaves its vote, and no later transaction can be confused with it.
+//! remembered until it is requested again, or until another request for its *scope* (the directory of the transaction)
+//! arrives. An unmount forgets it: the next mount leaves its vote, and no later transaction can be confused with it.
 //!
 //! With several hosts, a *vote* or *ballot* decides a commit by files that all hosts see. A host *leaves* it when it
 //! records there that it has applied the commit. This file also leaves votes that could not be left at once.
@@ -12,7 +12,7 @@ use firn_backing::{Backing, Errno};
 use crate::transaction::apply_commit::DecidedCommits;
 use crate::transactional::TransactionalBacking;
 
-/// An applied commit whose request is not answered yet.
+/// An applied commit; its request is not answered yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Unanswered {
     /// Number of the commit.
@@ -23,7 +23,7 @@ pub(crate) struct Unanswered {
     pub(crate) path_after: Vec<u8>,
 }
 
-/// An applied commit whose vote this host has not left yet. Its fields identify the vote.
+/// An applied commit; this host has not left its vote yet. The fields identify the vote.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct AppliedCommit {
     /// Number of the commit.

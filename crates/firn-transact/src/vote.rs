@@ -286,9 +286,9 @@ impl<B: Backing> Votes<B> {
         Ok(VoteBallot::in_dir(vote_dir))
     }
 
-    /// Publishes what this host's programs read and changed, for the vote of all hosts on commit `id`; see
-    /// [`Prepared::publish_accesses`](crate::Prepared::publish_accesses). The transaction `scope` is prepared, which
-    /// means that its changes are durable in a record. Does nothing on a mount of one host.
+    /// Publishes what this host's programs read and changed in a transaction, so that all hosts can vote on its commit
+    /// `id`; see [`Prepared::publish_accesses`](crate::Prepared::publish_accesses). The transaction `scope` is
+    /// prepared: its changes are durable in a record. Does nothing on a mount of one host.
     ///
     /// Returns `LastVoteNotOver` while an earlier vote of the same number is being removed; the caller may then try
     /// again. If this host no longer knows what its programs read, it ends the vote for all hosts without a commit.
@@ -546,6 +546,7 @@ impl<B: Backing> Votes<B> {
                 continue;
             };
             let vote = VoteBallot::in_dir(vote_dir);
+            // The other hosts wait until this host has left a decided vote.
             if vote.ballot.is_taking_part()? && vote.is_decided()? {
                 vote.leave()?;
             } else {

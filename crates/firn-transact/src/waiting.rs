@@ -48,6 +48,7 @@ impl<B: Backing> Admission<B> {
     ) -> Result<Admitted<NameChangeGuard<'_, B>, B>, Errno> {
         let dirs: SmallVec<[&Arc<Object<B>>; 2]> =
             names.iter().map(|name_at| name_at.dir).collect();
+        // The transaction of one name is that of all.
         let NameAt { dir, name } = names[0];
         loop {
             let dirs_use = self.tree.names.enter(&dirs);

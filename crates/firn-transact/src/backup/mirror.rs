@@ -238,8 +238,10 @@ impl<B: Backing> Mirror<B> {
         self.ended_dirs.lock().iter().cloned().collect()
     }
 
-    /// Records, for the status, the result of a copy of a transaction's files to the backup: by a *round* while it is
-    /// open, or by its prepare. `left_bytes` is the number of bytes that were not copied.
+    /// Records, for the status, how far the copy of a transaction's files in the backup is. Called after each *round*,
+    /// which copies files of an open transaction from time to time, and after the prepare.
+    ///
+    /// `result` is that of the round or prepare. `left_bytes` is the number of bytes that it left for later.
     pub(super) fn record_progress<T>(
         &self,
         scope: &Scope<B>,

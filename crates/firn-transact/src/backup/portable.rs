@@ -48,8 +48,8 @@ pub(super) struct PortableLogMaker<'a, B: Backing> {
 }
 
 impl<'a, B: Backing> PortableLogMaker<'a, B> {
-    /// Prepares the translation of the change log `log` of a transaction in the backing `base`. `device` is the device
-    /// number of the backing's top.
+    /// Prepares the translation of the change log `log` of a transaction into one that is valid in other trees. `base`
+    /// is the backing that has the transaction, and `device` the device number of its top.
     pub(super) fn new(base: &'a B, device: u64, log: &'a ChangeLog) -> Self {
         let entries = log
             .entries
@@ -143,7 +143,7 @@ impl<'a, B: Backing> PortableLogMaker<'a, B> {
     /// its path; `None` if the name does not exist or leads to another object.
     ///
     /// The directory of the name is searched for first, which may lead to further searches. `searched` has the numbers
-    /// of all objects whose searches are in progress, so that a circle of directories ends the search.
+    /// of all objects that are being searched for, so that a circle of directories ends the search.
     fn find_at(
         &mut self,
         entry: &Entry,
@@ -169,7 +169,7 @@ impl<'a, B: Backing> PortableLogMaker<'a, B> {
     /// Returns the directory that has `number` in the change log, and its path in the backing. Returns `None` if the
     /// transaction made it, or if no name of it is found there.
     ///
-    /// `searched` has the numbers of all objects whose searches are in progress, which called this one.
+    /// `searched` has the numbers of all objects that are being searched for, so that the search has an end.
     fn find_dir(
         &mut self,
         number: u64,
@@ -182,7 +182,8 @@ impl<'a, B: Backing> PortableLogMaker<'a, B> {
             return Ok(None);
         };
         let is_new = entry.new_at.is_some();
-        if is_new || searched.contains(&number) {
+        let is_being_searched = searched.contains(&number);
+        if is_new || is_being_searched {
             return Ok(None);
         }
         searched.push(number);

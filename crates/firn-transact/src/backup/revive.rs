@@ -268,8 +268,8 @@ impl<B: Backing> Revival<B> {
         Ok(())
     }
 
-    /// Fails with `OtherTree` if `new_name`, which the transaction adds, exists in the backing and is not in
-    /// `removed_names`, the names that the transaction removes.
+    /// Checks that a name which the transaction adds will be free by then. Fails with `OtherTree` if the backing has it
+    /// and it is not in `removed_names`, the names that the transaction removes.
     fn must_be_free(
         &self,
         new_name: &EntryName,
@@ -291,8 +291,10 @@ impl<B: Backing> Revival<B> {
         Ok(())
     }
 
-    /// Fails with `OtherTree` if a directory that the transaction removes has a name that the transaction does not
-    /// remove (`removed_names`). `number` is the directory's number in the manifest, the backup's change log.
+    /// Checks that a directory which the transaction removes will be empty by then. Fails with `OtherTree` if it has a
+    /// name that is not in `removed_names`, the names that the transaction removes.
+    ///
+    /// `number` is the directory's number in the manifest, the backup's change log.
     fn must_become_empty(
         &self,
         number: u64,
@@ -356,8 +358,8 @@ impl<B: Backing> Revival<B> {
         Ok(Identity::from_attr(&attr, self.lower.device))
     }
 
-    /// Makes a new object or copy of a transaction in `staging_dir`, a part of the transaction's directory, as the
-    /// backup describes it, with the bytes and attributes in the backup.
+    /// Makes a file, directory or other object of a transaction again from its backup, with its bytes and attributes.
+    /// Makes it in `staging_dir`, a part of the transaction's directory; `stored` describes it.
     fn make_staged(
         &self,
         backup: &BackupDir<'_, B>,

@@ -223,8 +223,10 @@ impl<B: Backing> Backups<B> {
         Ok(copied_bytes)
     }
 
-    /// Copies the object at `path` in a transaction's directory in the backing to the backup, unless the copy has it in
-    /// this version. Returns its description for the manifest, the backup's list of files and changes.
+    /// Copies one object of a transaction to the backup, and returns its description for the manifest, the backup's
+    /// list of files and changes. A file that the backup has in this version is not copied again.
+    ///
+    /// `path` leads to the object in the transaction's directory in the backing.
     fn copy_staged(
         &self,
         mirror: &Mirror<B>,
@@ -458,7 +460,7 @@ impl<B: Backing> Round<'_, B> {
     fn visit_dir(&mut self, dir_name: &[u8], dir: &B::Inode) -> Result<(), BackupError> {
         let to_text = |name: &[u8]| String::from_utf8_lossy(name).into_owned();
         for (name, _, kind) in staging::list(self.base, dir)? {
-            // An anchor is a further link to an object of the backing, whose content is not staged.
+            // An anchor is a further link to an object of the backing and has no new content.
             let is_anchor = name.starts_with(ANCHOR.as_bytes());
             if is_anchor || kind.is_some_and(|kind| kind != Kind::File) {
                 continue;
@@ -508,6 +510,7 @@ impl<B: Backing> Round<'_, B> {
         if !may_continue() {
             return Ok(false);
         }
+        // From here on the file in the backup does not count, until it is complete.
         self.copy.copied.remove(&file_name);
         let copied = copy_to_backup(
             self.base,
@@ -518,6 +521,7 @@ impl<B: Backing> Round<'_, B> {
             may_continue,
         );
         let content = match copied {
+            // The copy was stopped, or the file became shorter.
             Err(BackupError::Store(StoreError::Own(OwnError::Backing(Errno::AGAIN)))) => {
                 return Ok(false);
             }

@@ -224,8 +224,8 @@ struct ProcessEnds {
 }
 
 impl ProcessEnds {
-    /// Tests an access that begins at `start` against the earlier ranges of this process. Returns the end and kind of an
-    /// earlier access that conflicts with it; `None` if there is none.
+    /// Tests an access that begins at `start` against the earlier ranges of this process. Returns the end and kind of
+    /// an earlier access that conflicts with it; `None` if there is none.
     ///
     /// The ranges of a file are visited in the order of their starts. So an earlier range overlaps the present one
     /// exactly if it ends behind `start`, and only the furthest ends so far (`read`, `written`) are needed.

@@ -111,6 +111,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             (Some(commit), _) if options.id == Some(commit.id()) => {
                 self.plan_commit(TransactionHandle::Decided(commit), options)
             }
+            // A decided commit before an open transaction is applied first.
             (commit, Some(TransactionHandle::Open(open))) => Ok(Step::ApplyBefore {
                 commit,
                 open,
@@ -178,8 +179,10 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         if !options.begins_next {
             NextBegin::Never
         } else if transaction.is_recovered() {
+            // Programs see the old tree until the commit is applied.
             NextBegin::AfterApply
         } else if hosts_share_changes {
+            // No host may begin the next transaction while another one has not finished this one.
             NextBegin::AfterOtherHosts
         } else {
             NextBegin::AtDecision

@@ -52,6 +52,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
                 prepared,
                 then: AfterVote::Answer,
             }),
+            // The transaction has another number, or there is none.
             undecided => {
                 let commit = transactions.commit.map(TransactionHandle::Decided);
                 let other_transaction = undecided.or(commit);
@@ -135,6 +136,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             match prepared.poll_vote()? {
                 Vote::Over(verdict) => return Ok(verdict.into_result()?),
                 Vote::Waiting { .. } if wait_again() => {}
+                // The mount's timeout is over.
                 Vote::Waiting {
                     published,
                     expected,

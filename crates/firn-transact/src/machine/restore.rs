@@ -19,8 +19,8 @@ use crate::error::{CommitError, StageError, TransactionError};
 use crate::transaction::handle::{QuiesceTarget, ScopeTransactions, TransactionHandle};
 
 impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
-    /// Returns the next step of a restore of the directory at `path` to commit `id`. First completes an earlier restore
-    /// that failed (a decided undo), if there is one.
+    /// Completes an earlier restore of the directory at `path` that failed, if there is one. Then returns the next step
+    /// of the requested restore to commit `id`.
     ///
     /// `transactions` are those of the directory: a decided commit that is not applied to the backing yet, and an
     /// undecided transaction, which follows it. Either may be missing.
@@ -68,6 +68,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             Some(transaction) if transaction.id() == Some(id) => {
                 Ok(Step::FinishCommit { transaction, id })
             }
+            // A decided commit cannot be dropped.
             Some(TransactionHandle::Decided(commit)) => {
                 Err(StageError::Decided { id: commit.id() }.into())
             }

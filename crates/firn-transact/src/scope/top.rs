@@ -77,11 +77,11 @@ impl TopNames {
 }
 
 impl<B: Backing> ScopeTop<B> {
-    /// Makes the table of the names of `root`, the uppermost directory of a transaction (its top). `path` is its path
-    /// at the begin.
+    /// Returns the names that a transaction's uppermost directory `root` (its top) has in its parent before, during and
+    /// after the transaction. `path` is its path at the begin.
     ///
     /// `recovered` is the change log if an earlier firnd (server of the mount) prepared the transaction. `is_shadow`
-    /// says that changes are made in the backing at once.
+    /// says that changes are made in the backing at once, and not at the commit.
     pub(crate) fn new(
         root: &Arc<Object<B>>,
         path: &[u8],
@@ -93,11 +93,14 @@ impl<B: Backing> ScopeTop<B> {
         let recovered_change = recovered.and_then(|log| log.top.as_ref());
         let is_new = recovered_change.is_some_and(|change| change.is_new);
         let names = TopNames {
+            // A new top has no name before the transaction.
             before: at_begin.clone().filter(|_| !is_new),
             at_begin,
-            // In buffer mode, programs see a new top of a recovered transaction only after the commit.
+            // Without `is_shadow`, programs see a new top of a recovered transaction only after the commit.
             now: name.filter(|_| !is_new || is_shadow),
             after: recovered_change.and_then(|change| last_name(&change.path_after)),
+            // A new name is shown from memory if the backing does not have it. Of a recovered transaction programs see
+            // the old tree, so no name is shown.
             is_overlay: !is_shadow && recovered.is_none(),
             changed_at: None,
         };

@@ -127,9 +127,10 @@ impl<B: Backing> Namespace<B> {
         for dir in [old.dir, new.dir] {
             self.originals.save_object(scope, shadow, dir, NO_BYTES)?;
         }
+        // Both flags of rename(2) that are supported, RENAME_EXCHANGE and RENAME_NOREPLACE, keep the target.
+        let replaces = flags.is_empty();
         // On XFS an exchange sets the time of each directory that it moves, so the old state of these directories is
         // saved.
-        let replaces = flags.is_empty();
         if !replaces {
             let moved_objects = [Some(source), target].into_iter().flatten();
             for dir in moved_objects.filter(|object| object.kind == Kind::Dir) {

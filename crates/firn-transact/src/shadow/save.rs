@@ -117,11 +117,11 @@ impl<B: Backing> Originals<B> {
         Ok(())
     }
 
-    /// Reads the logs `saved/INO.K` with an object's old state that follow those in `known`. Other hosts of the
-    /// transaction, or an earlier firnd (server of the mount), have written them. Returns the new state, or `None` if
-    /// there are no further logs.
+    /// Finds out how much of an object's old state other hosts of the transaction have saved, or an earlier firnd
+    /// (server of the mount). Returns `None` if that is no more than `known`.
     ///
-    /// `saved_from` is the lowest offset from which the bytes up to the old end (`size`) are saved.
+    /// Reads the logs `saved/INO.0`, `saved/INO.1` and so on that follow those in `known`. The bytes of a file are
+    /// saved from `saved_from` to the old end (`size`), and each further log lowers `saved_from`.
     fn read_logs_of_others(
         &self,
         shadow: &Shadow<B>,
@@ -382,11 +382,13 @@ fn first_offset_to_save(from: u64, log_count: u32) -> u64 {
     }
 }
 
-/// Returns the change log that undoes the changes of one object. `undo` is its old state.
+/// Returns a change log that restores the old state `undo` of one object. The object is found by its path below the
+/// directory that the transaction `scope` covers.
 fn undo_log<B: Backing>(scope: &Scope<B>, object: &Arc<Object<B>>, undo: EntrySide) -> ChangeLog {
     let ino = object.key.ino;
     let identity = Identity {
         ino,
+        // Objects on another device are never saved.
         elsewhere: false,
     };
     let entry = Entry {

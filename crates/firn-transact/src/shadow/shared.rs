@@ -277,6 +277,7 @@ impl<B: Backing> SharedTransactions<B> {
             let other_scope = match staging::load_scope(&self.lower.base, other.dir(), SCOPE) {
                 Ok(Some(path)) => path,
                 Ok(None) => continue,
+                // The hosts of the other transaction have removed its directory meanwhile.
                 Err(error) if is_gone(&error) => continue,
                 Err(error) => return Err(error.into()),
             };
@@ -392,6 +393,7 @@ impl<B: Backing> Recovery<B> {
             let dir = staging::must_find_dir(&self.lower.base, transactions_dir, &name)
                 .map_err(|error| error.below(&self.lower.transactions_path()))?;
             let find_file = |file| staging::find(&self.lower.base, &dir, OsStr::new(file));
+            // The transaction is not shared, or its commit is recorded in this directory already.
             if find_file(SHARED)?.is_none() || find_file(staging::COMMIT)?.is_some() {
                 continue;
             }
@@ -421,10 +423,12 @@ impl<B: Backing> Recovery<B> {
     ) -> Result<(), OpenError> {
         let shared = self.shared.find_shared(scope)?;
         let outcome = match &shared {
+            // The shared directory is gone, so the hosts have undone the transaction.
             None => SharedOutcome::Undone,
             Some(shared) => match (shared.decision()?, &record) {
                 (None, Some(_)) => SharedOutcome::Undecided,
                 (Some(decision), _) if decision.commit => SharedOutcome::Committed,
+                // The hosts have decided an abort, or this host was not prepared and so aborts for all hosts.
                 _ => SharedOutcome::Aborted,
             },
         };
@@ -529,6 +533,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if let Some(shared) = self.shared.find_shared(&scope.path)? {
             let decision = shared.decide(Proposal::Abort)?;
             if decision.commit {
+                // An open transaction has no number.
                 let id = prepared_id.unwrap_or_default();
                 return Err(StageError::Decided { id }.into());
             }

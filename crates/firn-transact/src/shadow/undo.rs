@@ -146,9 +146,10 @@ impl<'a, B: Backing> UndoPass<'a, B> {
     ) -> std::result::Result<Self, StoreError> {
         let mut saves = load_saved(base, shadow, transaction_dir)?;
         let root_ino = base.attr(&root)?.ino;
-        // A save of an object that did not exist before the transaction is not needed: the object is removed.
+        // An object that did not exist before the transaction is removed, so its saved state is not needed.
         let existed_before = preexisting_objects(&saves, root_ino);
         saves.retain(|ino, _| existed_before.contains(ino));
+        // Objects with a saved name existed before the transaction, even if nothing else was saved of them.
         let mut preexisting: HashSet<u64> = saves
             .values()
             .flat_map(|save| save.names.values().copied())
@@ -223,12 +224,15 @@ impl<'a, B: Backing> UndoPass<'a, B> {
 
     // ---- search for directories --------------------------------------------------------------
 
-    /// Finds the directories that the undo needs, at their present paths: the *touched* ones, in which the transaction
-    /// changed names, and those on the saved paths of other saved objects. `kept/` has removed objects.
+    /// Finds the directories that the undo needs, wherever they are now. These are the *touched* ones, in which the
+    /// transaction changed names, and those on the saved paths of other saved objects.
     ///
-    /// Two searches alternate until neither finds more. One searches each touched or new directory for directories that
-    /// moved there. The other follows the saved paths from directories that were found. A touched directory that is not
-    /// found is logged as an error, and its changes are not undone.
+    /// Two searches alternate until neither finds more:
+    /// * one searches each touched or new directory for directories that moved there, first in `kept/`, the directory
+    ///   of removed objects;
+    /// * the other follows the saved paths from directories that were found.
+    ///
+    /// A touched directory that is not found is logged as an error, and its changes are not undone.
     fn find_dirs(&mut self) -> Result<()> {
         let kept_dir = FoundDir {
             ino: KEPT_DIR_INO,
@@ -458,10 +462,10 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         Ok(())
     }
 
-    /// Sets one unchanged name of each object that the change log has, so that its application can find the object.
+    /// Records one unchanged name of each object in the change log, by which the application of the log finds the
+    /// object. The names are those that were saved of directories (`self.saves`).
     ///
-    /// `self.saves` has the old state of each saved object, with a directory's names. Objects without a saved state or
-    /// planned change get no entry, because a directory may have very many of them.
+    /// Objects without a saved state or planned change get no entry, because a directory may have very many of them.
     fn record_unchanged_names(&mut self) {
         for (dir, save) in &self.saves {
             // In a directory that was not found, no object can be found either.
@@ -471,6 +475,7 @@ impl<'a, B: Backing> UndoPass<'a, B> {
             for (name, child) in &save.names {
                 let entry_name = EntryName::new(*dir, name.clone());
                 match self.entries.entry(*child) {
+                    // The undo changes the object. A name that it restores does not lead to the object yet.
                     MapEntry::Occupied(mut occupied) => {
                         let entry = occupied.get_mut();
                         let is_restored = entry.before.contains(&entry_name);
@@ -572,11 +577,11 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         }
     }
 
-    /// Plans that a saved object gets its old attributes and bytes back. `ino` is the inode number of an object in
-    /// `self.saves`. The caller has planned the names of all objects.
+    /// Adds to the change log that a saved object gets its old attributes and bytes back. `ino` is the inode number of
+    /// an object in `self.saves`. The caller has planned the names of all objects.
     ///
-    /// The log finds the object by a name: by one that the undo removes or restores, or else by an unchanged one. Logs
-    /// an error if a file is not found.
+    /// The application of the log finds an object by a name: by one that the undo removes or restores, or else by an
+    /// unchanged one. If a file is not found by any, an error is logged and the undo continues.
     fn plan_contents(&mut self, ino: u64) -> Result<()> {
         let save = &self.saves[&ino];
         let is_dir = save.is_dir;
@@ -593,6 +598,7 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         if is_dir || is_found || changes_names {
             return Ok(());
         }
+        // Only the unchanged name is left to find the file by.
         let unchanged_name = entry.unchanged_name.clone();
         if !self.is_at_name(unchanged_name.as_ref(), ino)? {
             let path = path_text(&self.saves[&ino].path);
@@ -744,10 +750,11 @@ impl<B: Backing> ShadowUndo<B> {
         }
     }
 
-    /// Undoes the changes of a transaction in shadow mode, which are in the backing already. Then updates the objects
-    /// in memory.
+    /// Gives the backing the tree from before a transaction that made its changes there at once (shadow mode). Then
+    /// updates the objects in memory.
     ///
-    /// `shadow` is the saved old state. The caller has quiesced the scope: no program changes it meanwhile.
+    /// `shadow` is the saved old state. The caller ensures that no program changes anything in the transaction
+    /// meanwhile.
     pub(crate) fn undo_shadow(
         &self,
         scope: &Scope<B>,
@@ -841,11 +848,11 @@ impl<B: Backing> ShadowUndo<B> {
         object.close_lower_files();
     }
 
-    /// Undoes a transaction in shadow mode (the backing has its changes) after a crash, from its stored state alone.
-    /// `dir` is the transaction's directory, which has the name `transaction_dir`; `scope` is the path of the directory
-    /// that it covers.
+    /// After a crash, gives the backing the tree from before a transaction, from the old state that is stored in the
+    /// transaction's directory `dir`. Does nothing if there is no old state, because the transaction kept its changes
+    /// back until the commit.
     ///
-    /// Does nothing for a transaction that kept its changes back until the commit (buffer mode).
+    /// `transaction_dir` is the name of `dir`, and `scope` the path of the directory that the transaction covers.
     pub(crate) fn undo_stored(
         &self,
         dir: &B::Inode,

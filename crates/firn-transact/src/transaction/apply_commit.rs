@@ -299,8 +299,8 @@ impl<B: Backing> DecidedCommits<B> {
             .finish_commit(&scope.dir, (&log, direction), scope.serial)
     }
 
-    /// Drops the tables of an applied commit, so that programs see the backing again. The caller has quiesced names and
-    /// data: no program uses them meanwhile.
+    /// Drops what is recorded in memory of an applied commit (its tables), so that programs see the backing again. The
+    /// caller has quiesced names and data: no program uses them meanwhile.
     ///
     /// A new object gets its inode in the backing, its base, if the tables kept that inode. Any other new object is not
     /// in use, and is looked up anew by its name.
@@ -355,6 +355,7 @@ impl<B: Backing> DecidedCommits<B> {
                 Err(errno) => return Err(errno),
             };
             let claimed = object.state.acquire_exclusive();
+            // A new directory is reached by its inode, which stays valid when the commit moves the directory.
             if object.kind == Kind::Dir {
                 self.keep_staged_inode_if(&claimed, |state, change| {
                     state.base.is_none() && !change.is_removed
@@ -371,11 +372,11 @@ impl<B: Backing> DecidedCommits<B> {
         Ok(())
     }
 
-    /// Records in the tables where the commit moves a new object, so that programs can read it before and after the
-    /// move. Of an object with several names the inode is kept instead. Does nothing if the place or the inode is in the
-    /// tables already, if the object is not new, or if it has lost its names.
+    /// Records where the commit moves a new object, so that programs can read the object before and after the move. If
+    /// the object has several names, its inode is kept open instead.
     ///
-    /// The inodes of all new objects cannot be kept, because there may be more than a process may have descriptors.
+    /// Not all inodes can be kept open, because there may be more new objects than a process may have descriptors. Does
+    /// nothing if the object is not new or has lost its names, or if its place or inode is recorded already.
     fn record_final_name(&self, object: &Arc<Object<B>>) -> Result<(), Errno> {
         let final_dir = self.dir_with_name_of(object);
         let location = object.location.lock().clone();
@@ -403,11 +404,14 @@ impl<B: Backing> DecidedCommits<B> {
                 return Ok(());
             }
         }
-        self.keep_staged_inode_if(&claimed, |_, _| true)
+        let always = |_: &ObjectState<B>, _: &Change<B>| true;
+        self.keep_staged_inode_if(&claimed, always)
     }
 
-    /// Keeps the inode of a staged copy (which has a transaction's changes of an object) in the tables, if `is_wanted`
-    /// returns true and there is a copy. The inode stays valid when the commit moves the copy.
+    /// Keeps the inode of an object's staged copy open, so that programs can read the object while the commit moves the
+    /// copy. The staged copy has a transaction's changes of the object.
+    ///
+    /// Does nothing if there is no copy, or if `is_wanted` returns false.
     fn keep_staged_inode_if(
         &self,
         claimed: &ExclusiveValue<'_, ObjectState<B>>,

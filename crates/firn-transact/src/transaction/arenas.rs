@@ -255,10 +255,11 @@ impl<B: Backing> ArenaNotes<B> {
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Returns the other owners of directories with transactions in the backing: each host that ever mounted it, and
-    /// `None` for a mount of one host. `members` is this host, which is left out; `None` for a mount of one host.
+    /// Returns all owners of stored transactions other than this mount: each host that ever mounted the backing `base`,
+    /// and `None`, which stands for a mount of one host. `members` is this host; `None` if it mounts alone.
     ///
-    /// The caller must call [`TransactionalBacking::drop_of`] for each.
+    /// An owner may have data in the arena (memory with data that is not in the backing yet) of this host. The caller
+    /// must call [`TransactionalBacking::drop_of`] for each owner.
     pub fn other_staging_owners(
         base: &B,
         members: Option<&Members>,
@@ -274,9 +275,8 @@ impl<B: Backing> TransactionalBacking<B> {
                 expected: Expected::Count(0),
             }));
         }
-        owners.retain(|owner| {
-            owner.as_ref().map(|owner| &owner.host) != members.map(|members| &members.host)
-        });
+        let own_host = members.map(|members| &members.host);
+        owners.retain(|owner| owner.as_ref().map(|owner| &owner.host) != own_host);
         Ok(owners)
     }
 

@@ -61,8 +61,8 @@ impl<B: Backing> StoredScopes<B> {
         Scope::new(&self.lower.base, serial, root, path, dir, recovered, shadow)
     }
 
-    /// Makes the table of a transaction that undoes a commit of the directory `root`. It counts as decided. `record` is
-    /// the change log of the commit, which is applied backward. `dir` is the transaction's directory.
+    /// Makes the state in memory of a transaction that undoes a commit of the directory `root`. It counts as decided.
+    /// `record` is the change log of the commit, which is applied backward. `dir` is the transaction's directory.
     pub(crate) fn undoing_scope(
         &self,
         serial: u64,
@@ -80,11 +80,11 @@ impl<B: Backing> StoredScopes<B> {
         Ok(scope)
     }
 
-    /// Syncs the mark `open` of a new transaction, so that a recovery finds it. In shadow mode (changes are made at
-    /// once) also moves a new top, the directory that the transaction creates, to its name.
+    /// Makes a new transaction count: syncs its mark `open`, by which a recovery finds it after a crash. If it creates
+    /// its own directory and makes changes at once (shadow mode), also moves that directory to its name.
     ///
     /// If that fails, the mark is removed and the error is returned. If the removal fails too, the transaction is open
-    /// in spite of the error.
+    /// in spite of the error, and the error is a part of the result.
     fn mark_open(&self, scope: Scope<B>) -> Result<OpenedScope<B>, BeginError> {
         let marked = self
             .lower
@@ -134,11 +134,11 @@ impl<B: Backing> TransactionalBacking<B> {
         })
     }
 
-    /// Makes the directory of a new transaction, calls `make_scope` to store what it covers, and adds the transaction
-    /// to the tables.
+    /// Opens a new transaction and returns its handle: makes its directory, calls `make_scope` to store what it covers,
+    /// and adds it to the list of transactions. `path` is the path of what it covers.
     ///
     /// `followed_commit` is the decided commit of the same directory that is not applied to the backing yet; `None` if
-    /// there is none. The caller has quiesced names and data of the scope: no program changes them meanwhile.
+    /// there is none. The caller ensures that no program changes names or data there meanwhile.
     pub(super) fn open_scope(
         &self,
         path: &[u8],
@@ -172,6 +172,7 @@ impl<B: Backing> TransactionalBacking<B> {
             None => self.scopes.add(Arc::clone(&scope)),
         }
         match error {
+            // The transaction is open in spite of this error, and can be aborted.
             Some(error) => Err(error),
             None => Ok(self.open_handle(scope)),
         }
@@ -202,8 +203,8 @@ impl<B: Backing> TransactionalBacking<B> {
         self.shared.join_hosts(new.dir, path)
     }
 
-    /// Makes the table of a transaction of the existing directory `root`, and stores its mark `open`, which is not
-    /// synced yet. After a crash, a transaction with this mark and without a stored log of changes is undone.
+    /// Makes the state in memory of a transaction of the existing directory `root`, and stores its mark `open`, which
+    /// is not synced yet. After a crash, a transaction with this mark and without a stored log of changes is undone.
     fn make_scope(
         &self,
         new: &NewTransaction<'_, B>,

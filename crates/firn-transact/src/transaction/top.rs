@@ -124,6 +124,7 @@ impl<B: Backing> LowerBacking<B> {
         let log = self
             .load_record(&scope.dir, &dir_name, staging::NAMES)
             .map_err(|_| Errno::IO)?;
+        // The file is a change log with one entry. The names that were added so far are the names `after` of the entry.
         let mut names: Vec<OsString> = match log.iter().flat_map(|log| &log.entries).next() {
             Some(entry) => entry
                 .after
@@ -146,8 +147,8 @@ impl<B: Backing> LowerBacking<B> {
         self.base.sync_dir(&scope.dir)
     }
 
-    /// Writes `tx-N/names`, the names that the transaction's uppermost directory `top` has or had (or names that the
-    /// transaction covers in it), as a change log of one entry. Does not sync the directory.
+    /// Stores names of a transaction in the file `tx-N/names`, as a change log of one entry. They are the names that
+    /// its uppermost directory `top` has or had, or further names in `top` that it covers. Does not sync the directory.
     pub(super) fn write_names(
         &self,
         scope: &Scope<B>,
@@ -207,6 +208,7 @@ impl<B: Backing> LowerBacking<B> {
             return Ok(None);
         };
         let parent = self.directory_at(parent_of(&log.scope))?;
+        // The entry has the old name of the top as `before`, and each later name as `after`.
         let name_of = |entry_name: &EntryName| entry_name.name.clone();
         let names: Vec<Vec<u8>> = entry.after.iter().map(name_of).collect();
         let before = entry.before.first().map(name_of);
@@ -371,9 +373,11 @@ impl<B: Backing> Namespace<B> {
 impl<B: Backing> StoredScopes<B> {
     // ---- recovered transactions --------------------------------------------------------------
 
-    /// Returns the top, the directory that a transaction covers, of a transaction that an earlier firnd (server of the
-    /// mount) prepared. `dir` is the transaction's directory and `log` its change log. If the commit is still to create
-    /// the top, returns the new directory that waits in `dir`.
+    /// Returns the directory that a recovered transaction covers (its top). An earlier firnd, the server of the mount
+    /// before, prepared the transaction.
+    ///
+    /// `dir` is the transaction's own directory, and `log` its change log. If the transaction creates the top, and not
+    /// in shadow mode (changes are made at once), the top is still in `dir`.
     pub(crate) fn recovered_root(
         &self,
         dir: &B::Inode,
@@ -434,9 +438,11 @@ impl<B: Backing> DecidedCommits<B> {
 }
 
 impl<B: Backing> StoredScopes<B> {
-    /// In shadow mode, moves a new top (the directory that the transaction creates) from the transaction's directory to
-    /// its place in the backing. The transaction must be stored already. Does nothing in buffer mode, in which the
-    /// commit does that.
+    /// Moves the directory that a new transaction creates from the transaction's own directory to its place in the
+    /// backing. The transaction must be stored already.
+    ///
+    /// Does nothing if the directory existed before. Does nothing either in buffer mode, in which the commit moves the
+    /// directory; in shadow mode changes are made at once.
     pub(crate) fn place_new_top(&self, scope: &Scope<B>) -> Result<(), Errno> {
         let names = scope.top.names();
         let (Some(parent), Some(name)) = (scope.top.parent(), &names.now) else {
@@ -555,8 +561,8 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// Makes the table of a transaction that creates its own directory (the top). Creates the directory in the
-    /// transaction's directory, and stores the mark `open`, with which a recovery finds the transaction.
+    /// Makes the state in memory of a transaction that creates its own directory (the top). Creates the top in `tx-N`,
+    /// which has the transaction's files, and stores the mark `open` there, by which a recovery finds the transaction.
     fn make_scope_with_new_top(
         &self,
         new: &NewTransaction<'_, B>,
@@ -600,8 +606,11 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(scope)
     }
 
-    /// Creates a new top, the directory that the transaction `scope` creates, in the transaction's directory. In shadow
-    /// mode (changes are made at once) it counts as an object of the backing, otherwise as a change of the transaction.
+    /// Creates the directory that a new transaction creates and covers (its *top*), first in the transaction's own
+    /// directory. `scope` is the transaction.
+    ///
+    /// In shadow mode (changes are made at once) the top counts as an object of the backing, otherwise as a change of
+    /// the transaction.
     fn make_staged_top(
         &self,
         scope: &Scope<B>,
