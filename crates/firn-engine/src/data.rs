@@ -66,9 +66,8 @@ impl<B: Backing> Engine<B> {
         })
     }
 
-    /// Creates and opens a file as [`Engine::create`] does. The caller will rename the file to `final_name` in the
-    /// directory `final_parent`. So the backing (the directory below the mount) chooses the server of the file's data
-    /// by that name.
+    /// Creates and opens a file as [`Engine::create`] does, but the backing chooses the server of its data by another
+    /// name. The caller will rename the file to that name: `final_name` in the directory `final_parent`.
     pub fn create_placed(
         &self,
         caller: &Caller,

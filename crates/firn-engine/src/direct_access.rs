@@ -553,9 +553,12 @@ impl<B: Backing> DirectAccess<B> {
         }))
     }
 
-    /// Records in the state of the file that a list refers to files of the backing. `stamp` is the value of the file's
-    /// word (the counter that is raised to make lists invalid) when the list was begun. Returns the stamp that the list
-    /// gets, or `None` if the list is already invalid.
+    /// Records that a reader gets a list which names files of the backing, so that changes by other hosts make the list
+    /// invalid. Fails with `Busy` if the file must have no list, for example because it has a writer.
+    ///
+    /// A list is valid while the file's word, a counter in the arena, has the same value. `stamp` is this value from
+    /// before the list was made. Returns the stamp that the list gets (`stamp` or a new one), or `None` if the list is
+    /// already invalid.
     fn record_backing_list(
         &self,
         file: &File<B>,

@@ -1,9 +1,11 @@
-//! The engine of one mount, which does the work of all file operations: its parts, each with its own lock and
-//! invariants.
+//! Puts an engine together from its parts. The engine does the work of all file operations of one mount.
 //!
-//! The table in `lib.rs` shows the order of the parts. An operation that needs one part and parts below it is a method
-//! of that part. Operations of programs that need many parts are methods of [`Engine`], in the modules that the table
-//! lists above the engine.
+//! Each part has its own locks and invariants, and uses only parts below it; the table in `lib.rs` shows their order.
+//! * An operation that needs one part and parts below it is a method of that part.
+//! * An operation that needs many parts is a method of [`Engine`], in a module that the table lists above the engine.
+//!
+//! The *backing* is the directory that the mount serves. The *arena* is shared memory with the bytes that are not in
+//! the backing yet; they are *pending*, and a *drain* writes them there.
 
 use std::sync::Arc;
 use std::time::Instant;

@@ -117,8 +117,9 @@ impl<B: Backing> Exclusive<B> {
         result
     }
 
-    /// Truncates a file of which the caller has exclusive use (no drain writes to it). The lock of `state` is released
-    /// during the call of the backing.
+    /// Sets the length of a file in the backing, and drops its bytes beyond that length from the arena. The caller has
+    /// exclusive use of the file: no drain writes to it. The lock of `state` is released during the call of the
+    /// backing.
     fn truncate_exclusively(
         &self,
         file: &Arc<File<B>>,
@@ -128,8 +129,8 @@ impl<B: Backing> Exclusive<B> {
     ) -> Result<()> {
         // The file is not durable any more.
         file.inode.synced.clear();
-        // Bytes that are written during the truncation are newer than it. So an append must not extend the last piece
-        // (a recorded append of bytes).
+        // Bytes that are written during the truncation are newer than it, so they need a record of their own. An
+        // extended record of older bytes would count as older than the truncation.
         state.pending.end_tail();
         if state.pending.end() > size
             && let Some(file_id) = state.pending.file_id()
@@ -152,9 +153,9 @@ impl<B: Backing> Exclusive<B> {
         Ok(())
     }
 
-    /// Truncates a file that has pending bytes (not in the backing yet) beyond the new end. Records the begin and the
-    /// end of the truncation in the journal, and removes these bytes. The caller has exclusive use: no drain writes to
-    /// the file.
+    /// Truncates a file that has pending bytes (not in the backing yet) beyond the new end, and drops these bytes.
+    /// Records the begin and the end of the truncation in the journal, so that recovery can complete it after a crash.
+    /// The caller has exclusive use: no drain writes to the file.
     fn truncate_pending_bytes(
         &self,
         file: &Arc<File<B>>,

@@ -59,8 +59,11 @@ impl<B: Backing> LostFiles<B> {
         }
     }
 
-    /// Retains the pieces (recorded appends of bytes) of a file that was not found, and records an error. Returns the
-    /// file with the number of its bytes. `layers` has the newest bytes of each range.
+    /// Keeps the data of a lost file, which was not found in the backing, in the arena until the user restores or
+    /// discards it. Records an error for the status.
+    ///
+    /// `layers` has the newest bytes of each file range, with their pieces (recorded appends). Returns the file with
+    /// the number of these bytes.
     pub(crate) fn retain(&self, mut file: LostFile, layers: PieceLayers) -> LostFile {
         for (piece, used) in layers.pieces.iter() {
             self.base.arena.keep_piece(*piece, used.live as u32);

@@ -638,8 +638,9 @@ impl<B: Backing> Namespace<B> {
         result
     }
 
-    /// Records the end of a rename: in the journal if its begin is there (`rename_id`), and in the state of the file
-    /// that it replaced or, without success, has not replaced.
+    /// Records whether a rename succeeded. The journal gets an end record if it has the begin of the rename
+    /// (`rename_id`). `replaced_file` is the file that lost its name to the rename; without success, it still has the
+    /// name.
     fn record_rename_end(
         &self,
         rename_id: Option<u64>,

@@ -121,7 +121,7 @@ impl<B: Backing> Reads<B> {
             drop(file.lock_without_exclusive_use());
             return false;
         }
-        // A change in only one of arena and backing leaves the bytes of one moment.
+        // Bytes of two moments are mixed only if both the arena and the backing were changed meanwhile.
         state.changes == before.changes || state.drain.backing_changes() == before.backing_changes
     }
 

@@ -49,8 +49,9 @@ fn parts_with_first_bytes(parts: &[JobPart], bytes: u64) -> Vec<JobPart> {
     first_parts
 }
 
-/// Returns the file ranges in which no byte from an append with a number up to `sequence` remains pending (not in the
-/// backing) after `written` is drained. `sequence` is the highest one in `written`.
+/// Returns the file ranges that the journal must record as drained, because the parts in `written` are in the backing.
+/// `sequence` is the number of the newest append in `written`. After a crash, bytes of these ranges from appends up to
+/// this number do not become pending again.
 ///
 /// Two parts are joined to one range if all pending bytes between them are newer, so that few journal records cover
 /// many parts.

@@ -188,10 +188,10 @@ impl<B: Backing> Drainer<B> {
         debug_assert!(state.drain.writes_in_flight() <= limits.file_writes_max);
         let queue = self.drain.queue_of(file);
         queue.record_pick(file, bytes, state.pending.bytes());
-        // The drained range will end at the sequence of the last piece. So later bytes need a piece with a later
-        // sequence.
+        // The journal will record this range as drained up to the sequence (number) of its newest append. So later
+        // bytes need an append with a later sequence.
         state.pending.end_tail();
-        // The file may have more to write, which another thread takes.
+        // The file may have more bytes to write, and another thread can write them at the same time.
         self.drain.enqueue(file, state);
         Some(Job {
             file: Arc::clone(file),

@@ -77,7 +77,7 @@ impl<B: Backing> Room<B> {
     pub fn settle_step(&self) -> SettleStep {
         let task = self.settle.task.lock().take();
         let Some(mut task) = task.or_else(|| self.start_next_task()) else {
-            // Memory files that no file uses give memory back.
+            // Memory that no file uses in memory files goes back to the arena, where any writer can use it.
             self.base.arena.trim_memory_files(self.idle_bytes_max());
             self.wake_writers();
             return SettleStep::Idle { retry: None };
@@ -249,8 +249,8 @@ impl<B: Backing> Room<B> {
         Ok(())
     }
 
-    /// Makes the copy of a chunk in the memory file the place of the file's bytes, if the file was not changed since
-    /// the copy. `lease` is the right to fill that place. Returns `FileBusy` if the file was changed.
+    /// Replaces bytes of a file in the arena by their copy in the memory file, from which they are read from now on.
+    /// Returns `FileBusy` if the file was changed since the copy. `lease` is the right to fill the place of the copy.
     fn replace_by_copy(
         &self,
         task: &SettleTask<B>,
@@ -285,8 +285,8 @@ impl<B: Backing> Room<B> {
         CopyResult::Copied
     }
 
-    /// Makes the copy of a chunk the place of the file's pending bytes, as a new piece (a recorded append). The older
-    /// pieces die afterwards.
+    /// Replaces pending bytes of a file by their copy in the memory file. The copy becomes a new piece (a recorded
+    /// append), so that a recovery finds it; the older pieces die afterwards.
     fn publish_settled(&self, state: &mut FileState<B>, lease: &mut Lease, range: Range<u64>) {
         let arena = &self.base.arena;
         let file_id = state.pending.file_id().expect("it has pending bytes");

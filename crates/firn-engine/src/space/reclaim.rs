@@ -80,8 +80,8 @@ impl<B: Backing> Room<B> {
         receiver.recv().unwrap_or(Err(Errno::IO))
     }
 
-    /// Calls writers that wait for space in the arena back if space was freed. Otherwise begins to make space for them.
-    /// Called with no lock held.
+    /// If space in the arena was freed, calls back the writers that wait for it. Otherwise begins to make space for
+    /// them. Called with no lock held.
     pub(crate) fn wake_writers(&self) {
         loop {
             if self.space.waiters.take_freed() {
