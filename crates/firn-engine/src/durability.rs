@@ -411,7 +411,8 @@ impl<B: Backing> Durability<B> {
         let inode = self.tree.inode_at(path)?;
         if inode.kind == Kind::File {
             let file = self.open_files.acquire_file(&inode);
-            let result = self.sync_data(&file, false);
+            let data_only = false;
+            let result = self.sync_data(&file, data_only);
             self.open_files.drop_if_unused(&file);
             result?;
         }

@@ -55,7 +55,9 @@ impl<B: Backing> Exclusive<B> {
         // Waits until no drain writes the file, because a drain reads the bytes that are dropped here.
         let mut state = file.acquire_exclusive_use();
         let bytes_before = state.pending.bytes();
-        let cancelled_bytes = state.drop_extents(&self.base.arena, 0..u64::MAX, u64::MAX);
+        let whole_file = 0..u64::MAX;
+        let last_sequence = u64::MAX;
+        let cancelled_bytes = state.drop_extents(&self.base.arena, whole_file, last_sequence);
         self.base
             .counters
             .cancelled_bytes

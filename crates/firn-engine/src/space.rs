@@ -7,8 +7,8 @@
 //! * A waiting writer is called back when there may be space, or with an error when no space can be made.
 //! * No callback is called with a lock held.
 //!
-//! Invariant: `waiting` is the number of callbacks that were added and not yet taken. It is larger only while a callback
-//! is being added or taken.
+//! Invariant: `waiting` is the number of callbacks that were added and not yet taken. It is larger only while a
+//! callback is being added or taken.
 
 mod reclaim;
 

@@ -5,8 +5,8 @@
 //! lock of the file and before the change is answered.
 //!
 //! Such a store never overwrites bytes that are still needed. The newest bytes of a range of the file are either in the
-//! view, or elsewhere in the *arena* (the shared memory for written data). In the first case the store replaces them. In
-//! the second case the view has only a copy, for its readers.
+//! view, or elsewhere in the *arena* (the shared memory for written data). In the first case the store replaces them.
+//! In the second case the view has only a copy, for its readers.
 //!
 //! Promises
 //! * A reader of the view sees each write(2), truncation and removal of bytes that has returned.

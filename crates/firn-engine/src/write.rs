@@ -215,11 +215,11 @@ impl<B: Backing> Writes<B> {
         data: &[u8],
     ) -> bool {
         let range = offset..offset + data.len() as u64;
-        if state.drain.is_exclusive()
+        let must_not_change_in_place = state.drain.is_exclusive()
             || state.direct.has_grant()
             || state.direct.has_chunk_lists()
-            || state.drain.is_in_flight(&range)
-        {
+            || state.drain.is_in_flight(&range);
+        if must_not_change_in_place {
             return false;
         }
         let Some(extent) = state.pending.extents().covering(range) else {

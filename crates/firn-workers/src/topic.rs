@@ -1,5 +1,5 @@
-//! The queue of tasks for worker threads. It limits how many tasks run at a time on the same object (their *topic*, such
-//! as one file), because these tasks may all hang together.
+//! The queue of tasks for worker threads. It limits how many tasks run at a time on the same object (their *topic*,
+//! such as one file), because these tasks may all hang together.
 
 use std::collections::{HashMap, VecDeque};
 

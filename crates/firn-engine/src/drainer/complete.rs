@@ -288,12 +288,12 @@ impl<B: Backing> Drainer<B> {
         }
     }
 
-    /// Finishes a change of a file's pending bytes (not in the backing yet), and returns the waiters (callbacks) that
-    /// waited for bytes which are in the backing now. If nothing is pending any more, sets the file's time in the
-    /// backing and ends the file id (its number in the journal). The caller calls the callbacks without a lock.
+    /// Returns the callbacks of callers that waited for bytes of a file which are not pending (still to be written to
+    /// the backing) any more. Called after each change of the pending bytes. If none is left, sets the file's time in
+    /// the backing and ends the file id (its number in the journal).
     ///
-    /// The lock is released during the call of the backing. A second caller that comes meanwhile returns at once,
-    /// without waiters: the first caller returns the waiters of both.
+    /// The caller calls the callbacks without a lock. The lock is released during the call of the backing. A second
+    /// caller that comes meanwhile returns at once, without callbacks: the first caller returns those of both.
     pub(crate) fn finish_drained(
         &self,
         file: &Arc<File<B>>,
