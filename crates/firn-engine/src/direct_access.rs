@@ -153,7 +153,7 @@ fn list_backing_part(part: &LocatedPart, range: Range<u64>) -> ListedExtent {
 
 /// Issues grants, leases and lists to client processes.
 pub struct DirectAccess<B: Backing> {
-    /// Backing, arena, options and counters.
+    /// Data that all parts share: the backing, the arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
     /// Inodes and their names.
     pub(crate) tree: Arc<NameTree<B>>,
@@ -161,7 +161,7 @@ pub struct DirectAccess<B: Backing> {
     pub(crate) privileges: Arc<Privileges>,
     /// Queues of files to drain.
     pub(crate) drain: Arc<Drain<B>>,
-    /// Ingests bytes that client processes have published in the arena.
+    /// Accepts bytes that client processes write to the arena (shared memory) themselves.
     pub(crate) intake: Arc<Intake<B>>,
     /// Open files and handles.
     pub(crate) open_files: Arc<OpenFiles<B>>,

@@ -52,7 +52,7 @@ pub enum EngineError {
 ///
 /// The fields are the parts, from the lowest up. Each part refers only to parts before it.
 pub struct Engine<B: Backing> {
-    /// Backing, arena, options and counters.
+    /// Data that all parts share: the backing, the arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
     /// Inodes and paths.
     pub tree: Arc<NameTree<B>>,
@@ -60,7 +60,7 @@ pub struct Engine<B: Backing> {
     pub(crate) privileges: Arc<Privileges>,
     /// Queues of files to drain.
     pub(crate) drain: Arc<Drain<B>>,
-    /// Ingests bytes that client processes have published in the arena.
+    /// Accepts bytes that client processes write to the arena (shared memory) themselves.
     pub(crate) intake: Arc<Intake<B>>,
     /// Handles, and files that are open or have pending data.
     pub open_files: Arc<OpenFiles<B>>,

@@ -35,7 +35,7 @@ use crate::tree::NameTree;
 
 /// Ingests published bytes into their files.
 pub(crate) struct Intake<B: Backing> {
-    /// Backing, arena, options and counters.
+    /// Data that all parts share: the backing, the arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
     /// Inodes and their names.
     pub(crate) tree: Arc<NameTree<B>>,

@@ -28,13 +28,13 @@ use crate::{HandleId, InodeId, OpenMode};
 
 /// Records what the kernel caches of each file, and when a cached page or attribute becomes invalid.
 pub struct KernelCache<B: Backing> {
-    /// Backing, arena, options and counters.
+    /// Data that all parts share: the backing, the arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
     /// Inodes and their names.
     pub(crate) tree: Arc<NameTree<B>>,
     /// Knows whether files may have set-id bits or capabilities.
     pub(crate) privileges: Arc<Privileges>,
-    /// Ingests bytes that client processes have published in the arena.
+    /// Accepts bytes that client processes write to the arena (shared memory) themselves.
     pub(crate) intake: Arc<Intake<B>>,
     /// Open files and handles.
     pub(crate) open_files: Arc<OpenFiles<B>>,

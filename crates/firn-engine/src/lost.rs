@@ -45,7 +45,7 @@ impl LostFile {
 
 /// All lost files of a mount.
 pub struct LostFiles<B: Backing> {
-    /// Backing, arena, options and counters.
+    /// Data that all parts share: the backing, the arena, options and counters.
     base: Arc<Base<B>>,
     /// The lost files, with their pieces.
     retained: Mutex<Vec<RetainedFile>>,

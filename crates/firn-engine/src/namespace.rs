@@ -39,11 +39,11 @@ const BLOCK_BYTES: u64 = 512;
 
 /// Names, attributes and directories as programs see them.
 pub struct Namespace<B: Backing> {
-    /// Backing, arena, options and counters.
+    /// Data that all parts share: the backing, the arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
     /// Inodes and their names.
     pub(crate) tree: Arc<NameTree<B>>,
-    /// Ingests bytes that client processes have published in the arena.
+    /// Accepts bytes that client processes write to the arena (shared memory) themselves.
     pub(crate) intake: Arc<Intake<B>>,
     /// Open files and handles.
     pub(crate) open_files: Arc<OpenFiles<B>>,
@@ -86,7 +86,11 @@ impl<B: Backing> Namespace<B> {
             let (object, attr) = self
                 .open_files
                 .with_descriptor(|| self.base.backing.lookup(&self.tree.object(&dir)?, name))?;
-            let inode = self.tree.names.register(object, &attr, &dir, name, 1);
+            let new_references = 1;
+            let inode = self
+                .tree
+                .names
+                .register(object, &attr, &dir, name, new_references);
             if self.is_name_current(changes_before, &dir, name, &inode) {
                 return Ok(Entry {
                     inode: inode.id,
@@ -319,7 +323,11 @@ impl<B: Backing> Namespace<B> {
         object: B::Inode,
         attr: &Attr,
     ) -> Result<Arc<Inode<B>>> {
-        let inode = self.tree.names.register(object, attr, dir, name, 1);
+        let new_references = 1;
+        let inode = self
+            .tree
+            .names
+            .register(object, attr, dir, name, new_references);
         if !self.is_name_current(changes_before, dir, name, &inode) {
             self.tree.names.forget(inode.id, 1);
             return Err(Errno::STALE);
@@ -417,9 +425,15 @@ impl<B: Backing> Namespace<B> {
             .base
             .backing
             .link(&object, &self.tree.object(&dir)?, name)?;
-        let linked = self.tree.names.register(object, &attr, &dir, name, 1);
+        let new_references = 1;
+        let linked = self
+            .tree
+            .names
+            .register(object, &attr, &dir, name, new_references);
+        // The next sync of the file must cover the new name.
         linked.record_name_change();
         if let Some(file) = self.open_files.known_file(&linked) {
+            // If the file has pending bytes, recovery must know the new name.
             self.record_added_name(&file, &dir, name);
         }
         Ok(Entry {

@@ -29,7 +29,7 @@ use crate::{FileIdentity, HandleId, InodeId, Result};
 
 /// Files that are open or have pending data, and their open files in the backing.
 pub struct OpenFiles<B: Backing> {
-    /// Backing, arena, options and counters.
+    /// Data that all parts share: the backing, the arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
     /// Inodes and their names.
     pub(crate) tree: Arc<NameTree<B>>,

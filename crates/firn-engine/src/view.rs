@@ -220,10 +220,12 @@ impl<B: Backing> Engine<B> {
         Ok(())
     }
 
-    /// Returns the bytes of `window` in which the view (the memory file that programs map) differs from the file:
-    /// stores of programs. Excludes drains (writes of pending bytes to the backing): a drain could read a page before a
-    /// store to it, and mark the page clean after this comparison. Bytes that are newest in the view itself never
+    /// Returns the bytes that programs have stored to their mappings in the range `window` of a file. There the view
+    /// (the memory file that the programs map) differs from the file. Bytes that are newest in the view itself never
     /// differ.
+    ///
+    /// No drain (write of pending bytes to the backing) runs meanwhile. A drain could read a page before a store to it,
+    /// and mark the page clean after this comparison.
     fn find_stores(
         &self,
         file: &Arc<File<B>>,

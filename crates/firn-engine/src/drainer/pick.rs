@@ -1,10 +1,12 @@
-//! Pick: the choice of the next write of pending bytes to a lane (one I/O server of the backing).
+//! Chooses the next write of the drain: which bytes of which file a thread writes next to the backing, the directory
+//! that the mount serves.
 //!
 //! Terms
-//! * A range of a file is *in flight* while it is being written to the backing.
+//! * *Pending* bytes are only in the *arena* (shared memory) and must be written. A *job* is one such write.
+//! * A *lane* is one I/O server of the backing. Each lane has its own queue of files.
+//! * A range of a file is *in flight* while it is being written.
 //! * A backing *gathers* if it can write distant parts of a file in one call.
-//! * A *candidate* is a series of parts that may become one job.
-//! * A slab (a part of the arena, which has the pending bytes) is *pinned* while it must not be moved or used again.
+//! * A slab (a part of the arena) is *pinned* while it must not be moved or used again.
 //!
 //! Relies on: the caller completes each job that it gets.
 
@@ -48,8 +50,8 @@ pub struct LaneLimits {
     /// Maximum number of writes of one file at a time. It is less than the number of threads, so that a file whose
     /// writes hang leaves a thread for other files.
     pub file_writes_max: usize,
-    /// In sequential order: whether other files are written although the present file is not finished, because its
-    /// writes hang.
+    /// Whether other files are written if the writes of one file hang. Only needed in sequential order, in which a lane
+    /// otherwise writes one file until it is finished.
     pub leaves_hung_file: bool,
 }
 

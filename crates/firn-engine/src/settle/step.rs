@@ -193,9 +193,10 @@ impl<B: Backing> Room<B> {
         Ok(self.replace_by_copy(task, &source, lease, range))
     }
 
-    /// Copies a chunk of a file, which begins at file offset `start`, to its slot of the memory file (the place for one
-    /// chunk). Returns the lease of the slot, the right to use it, or `None` if no slot is free, apart from those that
-    /// are reserved for writers. The caller has pinned the source.
+    /// Copies one chunk of a file, from file offset `start` on, to its place (a slot) in the memory file. The caller
+    /// has pinned the source. Returns the lease of the slot, which is the right to fill it.
+    ///
+    /// Returns `None` if no slot of memory is free, apart from some that are reserved for writers.
     fn copy_to_memory_slot(
         &self,
         task: &SettleTask<B>,
