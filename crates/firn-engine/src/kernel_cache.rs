@@ -87,7 +87,7 @@ impl<B: Backing> KernelCache<B> {
     /// second change within one tick of the backing's clock may not change the times. The present state is recorded for
     /// the next call.
     pub(crate) fn is_as_cached(&self, inode: &Inode<B>) -> bool {
-        /// Age in seconds from which on times are old enough.
+        /// Minimum age of the times, in seconds: any later change is then certain to change them.
         const OLD_ENOUGH_S: i64 = 2;
         let Ok(object) = self.tree.object(inode) else {
             return false;

@@ -462,7 +462,7 @@ impl<B: Backing> Engine<B> {
         self.resume_nameless(&resumed.files);
         for stored in &resumed.contents.requests {
             let request = stored.entry;
-            // Only nodes have more than one cell.
+            // A cell is the place of an entry in the table. Only nodes have more than one.
             let cell = stored.cells[0];
             resumed.table.adopt_request(&request);
             requests
@@ -479,7 +479,7 @@ impl<B: Backing> Engine<B> {
         requests.bad_handles += lost_handles.len() as u64;
         for stored in &resumed.contents.handles {
             let handle = &stored.entry;
-            // Only nodes have more than one cell.
+            // A cell is the place of an entry in the table. Only nodes have more than one.
             let cell = stored.cells[0];
             if lost_handles.contains(&handle.id) {
                 continue;

@@ -234,7 +234,9 @@ impl Pending {
     }
 
     /// Records that `bytes` of a piece (a recorded append) are not pending any more. A piece without pending bytes
-    /// dies: a recovery ignores its record. The slab (the part of the arena) still counts the bytes as used.
+    /// dies: a recovery ignores its record. A piece of which only some bytes are pending is *partial*.
+    ///
+    /// The slab (the part of the arena with the piece) still counts the bytes as used.
     fn count_bytes_not_pending(&mut self, arena: &Arena, piece: PieceRef, bytes: u64) {
         let used = self
             .pieces

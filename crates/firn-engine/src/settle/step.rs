@@ -17,7 +17,8 @@ use crate::file::{File, FileState};
 use crate::options::DrainPolicy;
 use crate::space::Room;
 
-/// Divisor of the number of slots in memory: this fraction of the slots remains free for writers.
+/// Divisor of the number of slots (places for one chunk in memory): this fraction of the slots remains free for
+/// writers.
 const RESERVED_SLOTS_DIVISOR: u32 = 32;
 /// Divisor of the arena's memory: memory files that no file uses may keep this fraction of the memory. Checkpoints
 /// often have equal sizes, and memory that was used before costs much less time than fresh memory.

@@ -135,6 +135,7 @@ impl<B: Backing> Room<B> {
             return self.reclaim_on_demand();
         }
         let choice = self.choose_file_to_drain();
+        // A slab that a writer may still fill is not freed by a drain of its bytes.
         self.seal_leases_of(choice.largest.as_ref());
         if let Some(file) = choice.largest {
             let mut state = file.lock();
