@@ -25,6 +25,7 @@ use crate::tables::Handle;
 use crate::write::WriteStart;
 use crate::{ClosePolicy, Entry, HandleId, InodeId, OpenMode, Opened, Principal, Result, Written};
 
+// Flags of open(2), as in Linux. `O_ACCMODE` is the mask of the access mode.
 pub(crate) const O_ACCMODE: i32 = 0o3;
 const O_RDONLY: i32 = 0o0;
 pub(crate) const O_WRONLY: i32 = 0o1;

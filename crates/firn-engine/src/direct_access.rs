@@ -116,6 +116,7 @@ fn fill_gaps(extents: &[ListedExtent], parts: &[LocatedPart]) -> Vec<ListedExten
     for part in parts {
         let part_end = part.offset + part.len;
         let mut offset = part.offset;
+        // Each round adds the part's bytes up to the next extent, and then the extent.
         while offset < part_end {
             let next_extent = extents_left
                 .peek()
@@ -131,6 +132,7 @@ fn fill_gaps(extents: &[ListedExtent], parts: &[LocatedPart]) -> Vec<ListedExten
                 // The extent may also cover bytes of the next part, so it remains the next extent.
                 break;
             }
+            // An extent that no part covers may end before this part.
             offset = extent_end.max(gap_end);
             merged.push(*extent);
             extents_left.next();
@@ -200,6 +202,7 @@ impl<B: Backing> DirectAccess<B> {
             return Err(DirectRefusal::Busy);
         }
         let create_grant = || self.create_grant(client, &handle);
+        // The journal may get a record with the file's paths, so no path changes meanwhile.
         let granted = self
             .tree
             .paths

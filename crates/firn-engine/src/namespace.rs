@@ -534,11 +534,11 @@ impl<B: Backing> Namespace<B> {
             self.intake.end_grant(file);
             return self.drainer.drain_and_wait(file);
         }
-        let file = file_id.get();
+        let number = file_id.get();
         let added = other_paths
             .into_iter()
-            .map(|path| Record::NameAdded { file, path });
-        let removed = Record::NameRemoved { file, path };
+            .map(|path| Record::NameAdded { file: number, path });
+        let removed = Record::NameRemoved { file: number, path };
         self.base.journal.append_all(added.chain([removed]))
     }
 
