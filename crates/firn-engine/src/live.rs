@@ -109,7 +109,7 @@ impl Resumed {
     ///
     /// * Records each path in the live table (the file that outlives firnd), so that firnd can inform the programs that
     ///   use it.
-    /// * Removes the handles that may write there, or may read uncommitted bytes. Otherwise their programs would continue
+    /// * Removes the handles that may write there or read uncommitted bytes. Otherwise their programs would continue
     ///   although earlier writes are dropped.
     ///
     /// Must be called before the backing forgets the transactions: after a kill in between, the next firnd finds the
