@@ -114,8 +114,8 @@ fn is_lane_hanging(threads: &[IoThread], lane: usize) -> bool {
 }
 
 impl IoThreadSet {
-    /// Creates a set of I/O threads that has none yet. [`IoThreadSet::start`] starts `regular_count` threads, each of
-    /// which runs `worker`.
+    /// Creates the set of I/O threads of a mount, still without threads. [`IoThreadSet::start`] starts `regular_count`
+    /// threads, each of which runs `worker`.
     pub(crate) fn new<B: Backing>(worker: Worker<B>, regular_count: usize) -> Self {
         let idle_threads = Arc::clone(&worker.idle_threads);
         let lane_count = worker.lanes.len();

@@ -179,7 +179,7 @@ impl<B: Backing> Worker<B> {
     }
 
     /// Picks the next job (a write to the backing) of a lane that the thread has entered. If the lane has a token, this
-    /// host must have it. If there is no job, the thread has left the lane again.
+    /// host must have it. If there is no job, the thread leaves the lane again.
     fn pick_from(&self, lane: usize, role: ThreadRole) -> SearchResult<B> {
         let Lane { index, token } = &self.lanes[lane];
         let mut token_use = None;

@@ -34,8 +34,8 @@ pub struct Base<B: Backing> {
 }
 
 impl<B: Backing> Base<B> {
-    /// Returns where the bytes of an extent (a range of a file in the arena) are now, as an entry of a list for a
-    /// client. `offset` is the offset of the extent in its file.
+    /// Returns where a client process finds the bytes of `extent` (a range of a file in the arena): in memory, in the
+    /// spill file, or in a memory file. `offset` is the file offset of the extent.
     ///
     /// Returns `None` if the bytes cannot be located, because the spill file is missing or damaged.
     pub(crate) fn locate_extent(&self, offset: u64, extent: Extent) -> Option<ListedExtent> {

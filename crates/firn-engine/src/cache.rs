@@ -91,9 +91,11 @@ impl CachedBytes {
         self.cached.as_ref()?.backing_stamp
     }
 
-    /// Caches an extent (a range of the file and the place of its bytes) that is not pending any more, because the
-    /// backing has the bytes too. Its slab (a part of the arena) remains in use until the extent is dropped.
-    /// `total_bytes` counts the cached bytes of all files.
+    /// Keeps bytes of a file in memory as cached bytes, to be read again. The backing has these bytes too. They replace
+    /// older cached bytes of the range.
+    ///
+    /// `extent` says where in the arena the bytes are. Their part of the arena remains in use until the extent is
+    /// dropped. `total_bytes` counts the cached bytes of all files.
     pub(crate) fn insert(
         &mut self,
         arena: &Arena,

@@ -13,9 +13,9 @@ use firn_format::tally::Tally;
 /// `log-level=debug`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Decision {
-    /// A run of a file is about to be written to the backing.
+    /// Bytes of a file are about to be written to the backing.
     Picked,
-    /// A run was written.
+    /// These bytes were written.
     Written,
     /// A write failed. The file waits for its next try.
     Waits,

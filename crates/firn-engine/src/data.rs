@@ -25,6 +25,7 @@ use crate::tables::Handle;
 use crate::write::WriteStart;
 use crate::{ClosePolicy, Entry, HandleId, InodeId, OpenMode, Opened, Principal, Result, Written};
 
+// Flags of open(2), as in Linux. `O_ACCMODE` is the mask of the access mode.
 pub(crate) const O_ACCMODE: i32 = 0o3;
 const O_RDONLY: i32 = 0o0;
 pub(crate) const O_WRONLY: i32 = 0o1;
@@ -66,9 +67,8 @@ impl<B: Backing> Engine<B> {
         })
     }
 
-    /// Creates and opens a file as [`Engine::create`] does. The caller will rename the file to `final_name` in the
-    /// directory `final_parent`. So the backing (the directory below the mount) chooses the server of the file's data
-    /// by that name.
+    /// Creates and opens a file as [`Engine::create`] does, but the backing chooses the server of its data by another
+    /// name. The caller will rename the file to that name: `final_name` in the directory `final_parent`.
     pub fn create_placed(
         &self,
         caller: &Caller,

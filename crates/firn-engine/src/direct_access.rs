@@ -116,6 +116,7 @@ fn fill_gaps(extents: &[ListedExtent], parts: &[LocatedPart]) -> Vec<ListedExten
     for part in parts {
         let part_end = part.offset + part.len;
         let mut offset = part.offset;
+        // Each round adds the part's bytes up to the next extent, and then the extent.
         while offset < part_end {
             let next_extent = extents_left
                 .peek()
@@ -131,6 +132,7 @@ fn fill_gaps(extents: &[ListedExtent], parts: &[LocatedPart]) -> Vec<ListedExten
                 // The extent may also cover bytes of the next part, so it remains the next extent.
                 break;
             }
+            // An extent that no part covers may end before this part.
             offset = extent_end.max(gap_end);
             merged.push(*extent);
             extents_left.next();
@@ -153,7 +155,7 @@ fn list_backing_part(part: &LocatedPart, range: Range<u64>) -> ListedExtent {
 
 /// Issues grants, leases and lists to client processes.
 pub struct DirectAccess<B: Backing> {
-    /// Backing, arena, options and counters.
+    /// Data that all parts share: the backing, the arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
     /// Inodes and their names.
     pub(crate) tree: Arc<NameTree<B>>,
@@ -161,7 +163,7 @@ pub struct DirectAccess<B: Backing> {
     pub(crate) privileges: Arc<Privileges>,
     /// Queues of files to drain.
     pub(crate) drain: Arc<Drain<B>>,
-    /// Ingests bytes that client processes have published in the arena.
+    /// Accepts bytes that client processes write to the arena (shared memory) themselves.
     pub(crate) intake: Arc<Intake<B>>,
     /// Open files and handles.
     pub(crate) open_files: Arc<OpenFiles<B>>,
@@ -200,6 +202,7 @@ impl<B: Backing> DirectAccess<B> {
             return Err(DirectRefusal::Busy);
         }
         let create_grant = || self.create_grant(client, &handle);
+        // The journal may get a record with the file's paths, so no path changes meanwhile.
         let granted = self
             .tree
             .paths
@@ -553,9 +556,12 @@ impl<B: Backing> DirectAccess<B> {
         }))
     }
 
-    /// Records in the state of the file that a list refers to files of the backing. `stamp` is the value of the file's
-    /// word (the counter that is raised to make lists invalid) when the list was begun. Returns the stamp that the list
-    /// gets, or `None` if the list is already invalid.
+    /// Records that a reader gets a list which names files of the backing, so that changes by other hosts make the list
+    /// invalid. Fails with `Busy` if the file must have no list, for example because it has a writer.
+    ///
+    /// A list is valid while the file's word, a counter in the arena, has the same value. `stamp` is this value from
+    /// before the list was made. Returns the stamp that the list gets (`stamp` or a new one), or `None` if the list is
+    /// already invalid.
     fn record_backing_list(
         &self,
         file: &File<B>,

@@ -1,5 +1,5 @@
-//! Queue of files for each lane (one I/O server), and the executor (the threads) that writes their bytes to the
-//! backing, the directory that the mount serves.
+//! Queues of the files that have bytes to write to the backing, the directory that the mount serves: one queue for each
+//! lane (one I/O server). Also the interface of the executor, the threads that make these writes.
 //!
 //! A file enters the queue of its lane ([`queue::DrainQueue`]) in one of four cases: a run of its pending bytes is long
 //! enough for a write, a caller waits for it, its data is old, or the arena (the memory with the pending bytes) is

@@ -28,13 +28,13 @@ use crate::tree::NameTree;
 
 /// Picks the next write to the backing, and records its result.
 pub struct Drainer<B: Backing> {
-    /// Backing, arena, options and counters.
+    /// Data that all parts share: the backing, the arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
     /// Inodes and their names.
     pub(crate) tree: Arc<NameTree<B>>,
     /// Queues of files to drain.
     pub(crate) drain: Arc<Drain<B>>,
-    /// Ingests bytes that client processes have published in the arena.
+    /// Accepts bytes that client processes write to the arena (shared memory) themselves.
     pub(crate) intake: Arc<Intake<B>>,
     /// Open files and handles.
     pub(crate) open_files: Arc<OpenFiles<B>>,

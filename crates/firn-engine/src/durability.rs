@@ -73,13 +73,13 @@ impl DrainCountdown {
 
 /// Answers which durability level a file has, and brings files to a level.
 pub struct Durability<B: Backing> {
-    /// Backing, arena, options and counters.
+    /// Data that all parts share: the backing, the arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
     /// Inodes and their names.
     pub(crate) tree: Arc<NameTree<B>>,
     /// Queues of files to drain.
     pub(crate) drain: Arc<Drain<B>>,
-    /// Ingests bytes that client processes have published in the arena.
+    /// Accepts bytes that client processes write to the arena (shared memory) themselves.
     pub(crate) intake: Arc<Intake<B>>,
     /// Open files and handles.
     pub(crate) open_files: Arc<OpenFiles<B>>,
@@ -411,7 +411,8 @@ impl<B: Backing> Durability<B> {
         let inode = self.tree.inode_at(path)?;
         if inode.kind == Kind::File {
             let file = self.open_files.acquire_file(&inode);
-            let result = self.sync_data(&file, false);
+            let data_only = false;
+            let result = self.sync_data(&file, data_only);
             self.open_files.drop_if_unused(&file);
             result?;
         }

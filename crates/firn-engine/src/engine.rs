@@ -1,9 +1,11 @@
-//! The engine of one mount, which does the work of all file operations: its parts, each with its own lock and
-//! invariants.
+//! Puts an engine together from its parts. The engine does the work of all file operations of one mount.
 //!
-//! The table in `lib.rs` shows the order of the parts. An operation that needs one part and parts below it is a method
-//! of that part. Operations of programs that need many parts are methods of [`Engine`], in the modules that the table
-//! lists above the engine.
+//! Each part has its own locks and invariants, and uses only parts below it; the table in `lib.rs` shows their order.
+//! * An operation that needs one part and parts below it is a method of that part.
+//! * An operation that needs many parts is a method of [`Engine`], in a module that the table lists above the engine.
+//!
+//! The *backing* is the directory that the mount serves. The *arena* is shared memory with the bytes that are not in
+//! the backing yet; they are *pending*, and a *drain* writes them there.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -50,7 +52,7 @@ pub enum EngineError {
 ///
 /// The fields are the parts, from the lowest up. Each part refers only to parts before it.
 pub struct Engine<B: Backing> {
-    /// Backing, arena, options and counters.
+    /// Data that all parts share: the backing, the arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
     /// Inodes and paths.
     pub tree: Arc<NameTree<B>>,
@@ -58,7 +60,7 @@ pub struct Engine<B: Backing> {
     pub(crate) privileges: Arc<Privileges>,
     /// Queues of files to drain.
     pub(crate) drain: Arc<Drain<B>>,
-    /// Ingests bytes that client processes have published in the arena.
+    /// Accepts bytes that client processes write to the arena (shared memory) themselves.
     pub(crate) intake: Arc<Intake<B>>,
     /// Handles, and files that are open or have pending data.
     pub open_files: Arc<OpenFiles<B>>,

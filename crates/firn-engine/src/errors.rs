@@ -37,7 +37,8 @@ pub(crate) struct ErrorLog {
 }
 
 impl ErrorLog {
-    /// Records an error about data that is kept and tried again.
+    /// Records an error for the status, about data that is kept and tried again. An error with the same path and errno
+    /// is only counted. If there are too many errors, the oldest one about such data is removed.
     pub(crate) fn record(&self, path: Vec<u8>, errno: Errno, message: String) {
         let mut errors = self.errors.lock();
         let is_same_error = |recorded: &&mut RecordedError| {
@@ -53,7 +54,8 @@ impl ErrorLog {
         {
             errors.remove(oldest_index);
         }
-        errors.push(new_error(path, errno, message, false));
+        let is_about_lost_data = false;
+        errors.push(new_error(path, errno, message, is_about_lost_data));
     }
 
     /// Records that the file of some data was not found.

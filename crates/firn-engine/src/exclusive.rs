@@ -23,11 +23,11 @@ use crate::view::refresh_view;
 
 /// Changes files while no drain writes to them.
 pub struct Exclusive<B: Backing> {
-    /// Backing, arena, options and counters.
+    /// Data that all parts share: the backing, the arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
     /// Queues of files to drain.
     pub(crate) drain: Arc<Drain<B>>,
-    /// Ingests bytes that client processes have published in the arena.
+    /// Accepts bytes that client processes write to the arena (shared memory) themselves.
     pub(crate) intake: Arc<Intake<B>>,
     /// Open files and handles.
     pub(crate) open_files: Arc<OpenFiles<B>>,
@@ -55,7 +55,9 @@ impl<B: Backing> Exclusive<B> {
         // Waits until no drain writes the file, because a drain reads the bytes that are dropped here.
         let mut state = file.acquire_exclusive_use();
         let bytes_before = state.pending.bytes();
-        let cancelled_bytes = state.drop_extents(&self.base.arena, 0..u64::MAX, u64::MAX);
+        let whole_file = 0..u64::MAX;
+        let last_sequence = u64::MAX;
+        let cancelled_bytes = state.drop_extents(&self.base.arena, whole_file, last_sequence);
         self.base
             .counters
             .cancelled_bytes
@@ -117,8 +119,9 @@ impl<B: Backing> Exclusive<B> {
         result
     }
 
-    /// Truncates a file of which the caller has exclusive use (no drain writes to it). The lock of `state` is released
-    /// during the call of the backing.
+    /// Sets the length of a file in the backing, and drops its bytes beyond that length from the arena. The caller has
+    /// exclusive use of the file: no drain writes to it. The lock of `state` is released during the call of the
+    /// backing.
     fn truncate_exclusively(
         &self,
         file: &Arc<File<B>>,
@@ -128,8 +131,8 @@ impl<B: Backing> Exclusive<B> {
     ) -> Result<()> {
         // The file is not durable any more.
         file.inode.synced.clear();
-        // Bytes that are written during the truncation are newer than it. So an append must not extend the last piece
-        // (a recorded append of bytes).
+        // Bytes that are written during the truncation are newer than it, so they need a record of their own. An
+        // extended record of older bytes would count as older than the truncation.
         state.pending.end_tail();
         if state.pending.end() > size
             && let Some(file_id) = state.pending.file_id()
@@ -152,9 +155,9 @@ impl<B: Backing> Exclusive<B> {
         Ok(())
     }
 
-    /// Truncates a file that has pending bytes (not in the backing yet) beyond the new end. Records the begin and the
-    /// end of the truncation in the journal, and removes these bytes. The caller has exclusive use: no drain writes to
-    /// the file.
+    /// Truncates a file that has pending bytes (not in the backing yet) beyond the new end, and drops these bytes.
+    /// Records the begin and the end of the truncation in the journal, so that recovery can complete it after a crash.
+    /// The caller has exclusive use: no drain writes to the file.
     fn truncate_pending_bytes(
         &self,
         file: &Arc<File<B>>,

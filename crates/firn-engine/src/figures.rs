@@ -357,9 +357,11 @@ impl<B: Backing> Engine<B> {
         (names, file_count)
     }
 
-    /// Returns figures of the files at or below `path` for which the backing's facts are not enough, once for each
-    /// known name. These files are open, have bytes in the arena, were synced, or were cut (left incomplete). All bytes
-    /// of any other file are in the backing. The call waits for the backing.
+    /// Returns figures of those files at or below `path` about which the engine knows more than the backing. They are
+    /// open, have bytes in the arena, were synced, or were cut (left incomplete). All bytes of any other file are in
+    /// the backing.
+    ///
+    /// A file with several known names is in the result once for each name. The call waits for the backing.
     pub fn files_below(&self, path: &[u8]) -> Vec<FileFigures> {
         let mut figures = Vec::new();
         let mut inodes_in_use = HashSet::new();

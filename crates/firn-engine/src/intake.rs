@@ -1,4 +1,5 @@
-//! Ingesting: makes bytes that were published in the arena (the shared memory for written data) pending in their file.
+//! Ingesting: makes bytes that were written to the arena (shared memory) part of their file, so that reads return them
+//! and a drain writes them to the backing, the directory that the mount serves.
 //!
 //! Terms
 //! * Bytes are *published* by a record in the arena that describes them. After the ingestion they are *pending*, until
@@ -34,7 +35,7 @@ use crate::tree::NameTree;
 
 /// Ingests published bytes into their files.
 pub(crate) struct Intake<B: Backing> {
-    /// Backing, arena, options and counters.
+    /// Data that all parts share: the backing, the arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
     /// Inodes and their names.
     pub(crate) tree: Arc<NameTree<B>>,
@@ -94,11 +95,12 @@ impl<B: Backing> Intake<B> {
         });
     }
 
-    /// Makes the bytes pending that a client process has published since the last call. Does nothing without a grant,
-    /// which is the client's right to write the file.
+    /// Makes bytes *pending* (to be written to the backing) that a client process has stored in the arena without a
+    /// request. Does nothing if no client has a grant, the right to write the file in this way.
     ///
-    /// The client fills its leases (rights to fill one part of the arena) one after the other. So the leases that it
-    /// has filled end, and `accept` reads new bytes of the first remaining one. An invalid record revokes the grant.
+    /// `accept` reads the new records of one lease, the client's right to fill one part of the arena. The client fills
+    /// its leases one after the other. So leases that it has filled end first, and `accept` reads the first remaining
+    /// one. An invalid record revokes the grant.
     fn ingest_from_client(
         &self,
         file: &Arc<File<B>>,
@@ -142,8 +144,8 @@ impl<B: Backing> Intake<B> {
         }
     }
 
-    /// Makes the bytes that the client process `pid` wrote into the arena pending. Returns their number. `accepted` are
-    /// the records of these bytes, which were checked.
+    /// Makes bytes that a client process stored in the arena *pending*: reads return them, and they are to be written
+    /// to the backing. Returns their number. `pid` is the process, and `accepted` are the checked records of the bytes.
     fn make_pending(
         &self,
         file: &Arc<File<B>>,
@@ -175,8 +177,8 @@ impl<B: Backing> Intake<B> {
             self.base.counters.count_ingest(len);
         }
         if total_bytes > 0 {
+            // The kernel does not know of the write, so its length of the file may be too small.
             file.inode
-                // The kernel does not know of the write, so its length of the file may be too small.
                 .is_size_stale_in_kernel
                 .store(true, Ordering::Release);
             // The engine may extend only pieces that it published itself.
@@ -203,8 +205,8 @@ impl<B: Backing> Intake<B> {
         self.base.journal.end_file_id(state);
     }
 
-    /// Ends the oldest lease of a grant, after its bytes are ingested. The client cannot fill that slab (a part of the
-    /// arena) any more. Does nothing without a lease.
+    /// Ends the oldest lease of the file's client, which is the client's right to fill one slab (a part of the arena).
+    /// The bytes that the client has published there become pending. Does nothing if there is no lease.
     pub(crate) fn end_first_lease(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
         let Some(grant) = state
             .direct

@@ -28,13 +28,13 @@ use crate::{HandleId, InodeId, OpenMode};
 
 /// Records what the kernel caches of each file, and when a cached page or attribute becomes invalid.
 pub struct KernelCache<B: Backing> {
-    /// Backing, arena, options and counters.
+    /// Data that all parts share: the backing, the arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
     /// Inodes and their names.
     pub(crate) tree: Arc<NameTree<B>>,
     /// Knows whether files may have set-id bits or capabilities.
     pub(crate) privileges: Arc<Privileges>,
-    /// Ingests bytes that client processes have published in the arena.
+    /// Accepts bytes that client processes write to the arena (shared memory) themselves.
     pub(crate) intake: Arc<Intake<B>>,
     /// Open files and handles.
     pub(crate) open_files: Arc<OpenFiles<B>>,
@@ -87,7 +87,7 @@ impl<B: Backing> KernelCache<B> {
     /// second change within one tick of the backing's clock may not change the times. The present state is recorded for
     /// the next call.
     pub(crate) fn is_as_cached(&self, inode: &Inode<B>) -> bool {
-        /// Age in seconds from which on times are old enough.
+        /// Minimum age of the times, in seconds: any later change is then certain to change them.
         const OLD_ENOUGH_S: i64 = 2;
         let Ok(object) = self.tree.object(inode) else {
             return false;

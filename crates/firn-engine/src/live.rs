@@ -104,18 +104,18 @@ pub struct ResumedRequest {
 }
 
 impl Resumed {
-    /// Abandons the scopes (files and directories) of transactions that are about to be aborted, because their firnd
-    /// died.
+    /// Ends the use of the files of transactions that are about to be aborted, because their firnd died. `scopes` are
+    /// the paths of these files and directories.
     ///
-    /// * Records each scope in the live table (the file that outlives firnd), so that firnd can inform the programs in
-    ///   it.
-    /// * Removes the handles that could write in a scope. Otherwise their programs would continue although earlier
-    ///   writes are dropped.
+    /// * Records each path in the live table (the file that outlives firnd), so that firnd can inform the programs that
+    ///   use it.
+    /// * Removes the handles that may write there or read uncommitted bytes. Otherwise their programs would continue
+    ///   although earlier writes are dropped.
     ///
     /// Must be called before the backing forgets the transactions: after a kill in between, the next firnd finds the
     /// transactions in the backing.
     ///
-    /// `checkpoint_keys`: keys of the scopes that are checkpoints of a commit rule. A file with such a key belongs to
+    /// `checkpoint_keys`: keys of those paths that are checkpoints of a commit rule. A file with such a key belongs to
     /// the checkpoint even if no program has written it yet.
     pub fn abandon_scopes(&self, scopes: &[Vec<u8>], checkpoint_keys: &[Vec<u8>]) {
         for path in scopes.iter().chain(checkpoint_keys) {
@@ -462,7 +462,7 @@ impl<B: Backing> Engine<B> {
         self.resume_nameless(&resumed.files);
         for stored in &resumed.contents.requests {
             let request = stored.entry;
-            // Only nodes have more than one cell.
+            // A cell is the place of an entry in the table. Only nodes have more than one.
             let cell = stored.cells[0];
             resumed.table.adopt_request(&request);
             requests
@@ -479,7 +479,7 @@ impl<B: Backing> Engine<B> {
         requests.bad_handles += lost_handles.len() as u64;
         for stored in &resumed.contents.handles {
             let handle = &stored.entry;
-            // Only nodes have more than one cell.
+            // A cell is the place of an entry in the table. Only nodes have more than one.
             let cell = stored.cells[0];
             if lost_handles.contains(&handle.id) {
                 continue;

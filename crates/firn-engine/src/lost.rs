@@ -45,7 +45,7 @@ impl LostFile {
 
 /// All lost files of a mount.
 pub struct LostFiles<B: Backing> {
-    /// Backing, arena, options and counters.
+    /// Data that all parts share: the backing, the arena, options and counters.
     base: Arc<Base<B>>,
     /// The lost files, with their pieces.
     retained: Mutex<Vec<RetainedFile>>,
@@ -59,8 +59,11 @@ impl<B: Backing> LostFiles<B> {
         }
     }
 
-    /// Retains the pieces (recorded appends of bytes) of a file that was not found, and records an error. Returns the
-    /// file with the number of its bytes. `layers` has the newest bytes of each range.
+    /// Keeps the data of a lost file, which was not found in the backing, in the arena until the user restores or
+    /// discards it. Records an error for the status.
+    ///
+    /// `layers` has the newest bytes of each file range, with their pieces (recorded appends). Returns the file with
+    /// the number of these bytes.
     pub(crate) fn retain(&self, mut file: LostFile, layers: PieceLayers) -> LostFile {
         for (piece, used) in layers.pieces.iter() {
             self.base.arena.keep_piece(*piece, used.live as u32);

@@ -54,6 +54,7 @@ impl<B: Backing> OpenFiles<B> {
             .object(&file.inode)
             .and_then(|object| self.base.backing.attr(&object));
         if attr.is_ok_and(|attr| attr.nlink == 1) {
+            // Opens the file in the backing and gives the keeper a descriptor.
             self.open_nameless(file);
         }
     }

@@ -679,8 +679,8 @@ impl<B: Backing> Names<B> {
         }
     }
 
-    /// Opens the object of an inode permanently if `name` in `parent`, which it has or had, is its last known name. The
-    /// caller removes the name afterwards. From then on no name leads to the object, so it could not be opened again.
+    /// Opens the object of an inode permanently if it has no known name except `name` in `parent`. The caller removes
+    /// this name afterwards. From then on no name leads to the object, so it could not be opened again.
     ///
     /// Fails with EMFILE or ENFILE if no descriptor is free. The caller must then not remove the name.
     pub(crate) fn keep_open_if_last_name(

@@ -39,11 +39,11 @@ const BLOCK_BYTES: u64 = 512;
 
 /// Names, attributes and directories as programs see them.
 pub struct Namespace<B: Backing> {
-    /// Backing, arena, options and counters.
+    /// Data that all parts share: the backing, the arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
     /// Inodes and their names.
     pub(crate) tree: Arc<NameTree<B>>,
-    /// Ingests bytes that client processes have published in the arena.
+    /// Accepts bytes that client processes write to the arena (shared memory) themselves.
     pub(crate) intake: Arc<Intake<B>>,
     /// Open files and handles.
     pub(crate) open_files: Arc<OpenFiles<B>>,
@@ -86,7 +86,11 @@ impl<B: Backing> Namespace<B> {
             let (object, attr) = self
                 .open_files
                 .with_descriptor(|| self.base.backing.lookup(&self.tree.object(&dir)?, name))?;
-            let inode = self.tree.names.register(object, &attr, &dir, name, 1);
+            let new_references = 1;
+            let inode = self
+                .tree
+                .names
+                .register(object, &attr, &dir, name, new_references);
             if self.is_name_current(changes_before, &dir, name, &inode) {
                 return Ok(Entry {
                     inode: inode.id,
@@ -319,7 +323,11 @@ impl<B: Backing> Namespace<B> {
         object: B::Inode,
         attr: &Attr,
     ) -> Result<Arc<Inode<B>>> {
-        let inode = self.tree.names.register(object, attr, dir, name, 1);
+        let new_references = 1;
+        let inode = self
+            .tree
+            .names
+            .register(object, attr, dir, name, new_references);
         if !self.is_name_current(changes_before, dir, name, &inode) {
             self.tree.names.forget(inode.id, 1);
             return Err(Errno::STALE);
@@ -417,9 +425,15 @@ impl<B: Backing> Namespace<B> {
             .base
             .backing
             .link(&object, &self.tree.object(&dir)?, name)?;
-        let linked = self.tree.names.register(object, &attr, &dir, name, 1);
+        let new_references = 1;
+        let linked = self
+            .tree
+            .names
+            .register(object, &attr, &dir, name, new_references);
+        // The next sync of the file must cover the new name.
         linked.record_name_change();
         if let Some(file) = self.open_files.known_file(&linked) {
+            // If the file has pending bytes, recovery must know the new name.
             self.record_added_name(&file, &dir, name);
         }
         Ok(Entry {
@@ -520,11 +534,11 @@ impl<B: Backing> Namespace<B> {
             self.intake.end_grant(file);
             return self.drainer.drain_and_wait(file);
         }
-        let file = file_id.get();
+        let number = file_id.get();
         let added = other_paths
             .into_iter()
-            .map(|path| Record::NameAdded { file, path });
-        let removed = Record::NameRemoved { file, path };
+            .map(|path| Record::NameAdded { file: number, path });
+        let removed = Record::NameRemoved { file: number, path };
         self.base.journal.append_all(added.chain([removed]))
     }
 
@@ -638,8 +652,9 @@ impl<B: Backing> Namespace<B> {
         result
     }
 
-    /// Records the end of a rename: in the journal if its begin is there (`rename_id`), and in the state of the file
-    /// that it replaced or, without success, has not replaced.
+    /// Records whether a rename succeeded. The journal gets an end record if it has the begin of the rename
+    /// (`rename_id`). `replaced_file` is the file that lost its name to the rename; without success, it still has the
+    /// name.
     fn record_rename_end(
         &self,
         rename_id: Option<u64>,

@@ -29,7 +29,7 @@ use crate::{FileIdentity, HandleId, InodeId, Result};
 
 /// Files that are open or have pending data, and their open files in the backing.
 pub struct OpenFiles<B: Backing> {
-    /// Backing, arena, options and counters.
+    /// Data that all parts share: the backing, the arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
     /// Inodes and their names.
     pub(crate) tree: Arc<NameTree<B>>,
@@ -314,8 +314,8 @@ impl<B: Backing> OpenFiles<B> {
         self.tree.names.close_cached_objects();
     }
 
-    /// Closes one file of the backing, if it was just opened again successfully and is still unused. If the file's lock
-    /// is taken, the file is in use and remains open.
+    /// Closes an unused file in the backing, after a trial open has shown that it can be opened again. If the trial
+    /// fails, or if the file's lock is taken because the file is in use, the file remains open.
     fn close_idle(&self, file: &File<B>) {
         let writer_access = file
             .try_lock()

@@ -29,9 +29,10 @@ pub struct PartnerFigures {
 
 impl<B: Backing> Durability<B> {
     /// Records that a partner (the host that keeps copies of held files) has a copy of the file at `path`, in version
-    /// `changes` ([`crate::FileFigures::changes`]). Returns whether the file has the level `partnered` now. It has not
-    /// if the file changed since, no byte of it is held, a writer has it open, or `is_partner_current` returns false
-    /// because the partner was replaced.
+    /// `changes` ([`crate::FileFigures::changes`]). Returns whether the file has the level `partnered` now.
+    ///
+    /// The result is false if the file changed since, no byte of it is held, or a writer has it open. It is also false
+    /// if `is_partner_current` returns false, because the partner was replaced.
     ///
     /// `is_partner_current` is called under the file's lock. So a thread that replaces the partner and then calls
     /// [`Durability::forget_partner`] leaves no record of the old partner.

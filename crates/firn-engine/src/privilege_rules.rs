@@ -26,13 +26,13 @@ const ACCESS_ACL: &str = "system.posix_acl_access";
 
 /// Removes the privileges of files before contents or owners change, and sets them on request.
 pub struct PrivilegeRules<B: Backing> {
-    /// Backing, arena, options and counters.
+    /// Data that all parts share: the backing, the arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
     /// Inodes and their names.
     pub(crate) tree: Arc<NameTree<B>>,
     /// Knows whether files may have set-id bits or capabilities.
     pub(crate) privileges: Arc<Privileges>,
-    /// Ingests bytes that client processes have published in the arena.
+    /// Accepts bytes that client processes write to the arena (shared memory) themselves.
     pub(crate) intake: Arc<Intake<B>>,
     /// Open files and handles.
     pub(crate) open_files: Arc<OpenFiles<B>>,

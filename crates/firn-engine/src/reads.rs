@@ -49,11 +49,11 @@ struct ChangeCounters {
 
 /// Reads files.
 pub(crate) struct Reads<B: Backing> {
-    /// Backing, arena, options and counters.
+    /// Data that all parts share: the backing, the arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
     /// Queues of files to drain.
     pub(crate) drain: Arc<Drain<B>>,
-    /// Ingests bytes that client processes have published in the arena.
+    /// Accepts bytes that client processes write to the arena (shared memory) themselves.
     pub(crate) intake: Arc<Intake<B>>,
     /// Open files and handles.
     pub(crate) open_files: Arc<OpenFiles<B>>,
@@ -121,7 +121,7 @@ impl<B: Backing> Reads<B> {
             drop(file.lock_without_exclusive_use());
             return false;
         }
-        // A change in only one of arena and backing leaves the bytes of one moment.
+        // Bytes of two moments are mixed only if both the arena and the backing were changed meanwhile.
         state.changes == before.changes || state.drain.backing_changes() == before.backing_changes
     }
 

@@ -328,14 +328,16 @@ impl<B: Backing> Recovery<'_, B> {
         }
     }
 
-    /// Makes the data of a file that was not drained (written to the backing) pending again. The pieces of a removed
-    /// file die, and the pieces of a lost file, which was not found, are retained. `pieces` are all recorded appends of
-    /// the file.
+    /// Recovers one file after a crash or restart: its bytes that only the arena has become pending again, to be
+    /// written to the backing. If the file was removed, its bytes are dropped. If it was not found, they are retained
+    /// for the user.
+    ///
+    /// `pieces` are all recorded appends of the file.
     fn recover_file(&mut self, id: FileId, known: &KnownFile, pieces: Vec<StoredPiece>) {
         let search = self.find_file(known);
         let finished = match &search {
             FileSearch::Found(inode) => self.finish_truncations(id, known, inode),
-            // For programs, these truncations had already happened.
+            // Programs have already seen these truncations, so they count as completed.
             FileSearch::Removed | FileSearch::Lost(_) => FinishedTruncations {
                 truncations: known.truncating.to_vec(),
                 failure: None,
@@ -390,8 +392,8 @@ impl<B: Backing> Recovery<'_, B> {
             .append_note(&Record::FileIdEnd { file: id.get() });
     }
 
-    /// Makes the bytes in `layers` (the newest bytes of each range, with their pieces) pending again, for a file that
-    /// was found. If there are none, ends the file id.
+    /// Makes bytes that recovery found in the arena pending again, for a file that was found in the backing. `layers`
+    /// has the newest bytes of each file range. If it is empty, ends the file id, the file's number in the journal.
     fn restore_pending(
         &mut self,
         id: FileId,

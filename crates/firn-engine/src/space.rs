@@ -7,7 +7,8 @@
 //! * A waiting writer is called back when there may be space, or with an error when no space can be made.
 //! * No callback is called with a lock held.
 //!
-//! Invariant: `waiting` is the number of callbacks that were added and not yet taken. It may briefly be larger.
+//! Invariant: `waiting` is the number of callbacks that were added and not yet taken. It is larger only while a
+//! callback is being added or taken.
 
 mod reclaim;
 
@@ -65,13 +66,13 @@ impl<B: Backing> Space<B> {
 
 /// Makes space in the arena: reclaims, evicts and spills.
 pub struct Room<B: Backing> {
-    /// Backing, arena, options and counters.
+    /// Data that all parts share: the backing, the arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
     /// Inodes and their names.
     pub(crate) tree: Arc<NameTree<B>>,
     /// Queues of files to drain.
     pub(crate) drain: Arc<Drain<B>>,
-    /// Ingests bytes that client processes have published in the arena.
+    /// Accepts bytes that client processes write to the arena (shared memory) themselves.
     pub(crate) intake: Arc<Intake<B>>,
     /// Open files and handles.
     pub(crate) open_files: Arc<OpenFiles<B>>,

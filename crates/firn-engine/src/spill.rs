@@ -84,9 +84,10 @@ impl Spill {
         self.state.lock().failure.is_some()
     }
 
-    /// Checks whether a chunk (a unit of the arena's memory) must move to the disk now, with `used` slots of memory in
-    /// use (places for one chunk). `upper` and `lower` are the thresholds in slots. If no chunk must move, returns
-    /// `Err` with the result of the step.
+    /// Decides whether a chunk (a unit of the arena's memory) must move to the disk now. A slot is the place of one
+    /// chunk in memory: `used` slots are in use, and `upper` and `lower` are the thresholds.
+    ///
+    /// If no chunk must move, returns the result of the step as `Err`.
     fn begin_step(&self, used: u32, upper: u32, lower: u32) -> Result<(), SpillStep> {
         let mut state = self.state.lock();
         // Moving begins above the upper threshold, and ends at the lower one.

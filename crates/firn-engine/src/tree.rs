@@ -31,7 +31,7 @@ pub(crate) struct SyncCoverage {
 
 /// The known inodes and their paths.
 pub struct NameTree<B: Backing> {
-    /// Backing, arena, options and counters.
+    /// Data that all parts share: the backing, the arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
     pub(crate) names: Names<B>,
     /// Claims on paths. A thread claims that a path does not change while it writes the path to the journal; a rename

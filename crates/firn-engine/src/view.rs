@@ -4,9 +4,9 @@
 //! handle is released: the bytes of the file remain there, and each change of the file is also stored there, under the
 //! lock of the file and before the change is answered.
 //!
-//! The store into the view damages no other bytes. An *extent* says where a range of the file has its newest bytes. If
-//! that is in the view, the store replaces the bytes. If it is elsewhere in the *arena* (the shared memory for written
-//! data), no extent uses the bytes of that range in the view any more.
+//! Such a store never overwrites bytes that are still needed. The newest bytes of a range of the file are either in the
+//! view, or elsewhere in the *arena* (the shared memory for written data). In the first case the store replaces them.
+//! In the second case the view has only a copy, for its readers.
 //!
 //! Promises
 //! * A reader of the view sees each write(2), truncation and removal of bytes that has returned.
@@ -220,10 +220,12 @@ impl<B: Backing> Engine<B> {
         Ok(())
     }
 
-    /// Returns the bytes of `window` in which the view (the memory file that programs map) differs from the file:
-    /// stores of programs. Excludes drains (writes of pending bytes to the backing): a drain could read a page before a
-    /// store to it, and mark the page clean after this comparison. Bytes that are newest in the view itself never
+    /// Returns the bytes that programs have stored to their mappings in the range `window` of a file. There the view
+    /// (the memory file that the programs map) differs from the file. Bytes that are newest in the view itself never
     /// differ.
+    ///
+    /// No drain (write of pending bytes to the backing) runs meanwhile. A drain could read a page before a store to it,
+    /// and mark the page clean after this comparison.
     fn find_stores(
         &self,
         file: &Arc<File<B>>,

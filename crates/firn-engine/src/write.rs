@@ -1,9 +1,10 @@
-//! Writes of files: bytes are copied into a slab (a part of the arena, the shared memory for written data), published
-//! there, and drained to the backing later.
+//! Writes of files: copies the bytes of a write to the *arena* (shared memory). A *drain* writes them later to the
+//! *backing*, the directory that the mount serves.
 //!
-//! A write has two steps. [`Writes::begin_write`] does the work that may need the backing; `append` needs only the
-//! arena. A *piece* is the record of the appended bytes. One store publishes it, so after a crash the piece counts
-//! completely or not at all.
+//! A write has two steps:
+//! 1. [`Writes::begin_write`] does the work that may need the backing, such as the removal of set-id bits.
+//! 2. `append` copies the bytes to a *slab*, a part of the arena, and then *publishes* a record of them, the
+//!    *piece*. One store publishes the piece, so after a crash it counts completely or not at all.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -41,13 +42,13 @@ pub(crate) enum WriteStart {
 
 /// Accepts bytes of programs.
 pub struct Writes<B: Backing> {
-    /// Backing, arena, options and counters.
+    /// Data that all parts share: the backing, the arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
     /// Inodes and their names.
     pub(crate) tree: Arc<NameTree<B>>,
     /// Knows whether files may have set-id bits or capabilities.
     pub(crate) privileges: Arc<Privileges>,
-    /// Ingests bytes that client processes have published in the arena.
+    /// Accepts bytes that client processes write to the arena (shared memory) themselves.
     pub(crate) intake: Arc<Intake<B>>,
     /// Open files and handles.
     pub(crate) open_files: Arc<OpenFiles<B>>,
@@ -215,11 +216,11 @@ impl<B: Backing> Writes<B> {
         data: &[u8],
     ) -> bool {
         let range = offset..offset + data.len() as u64;
-        if state.drain.is_exclusive()
+        let must_not_change_in_place = state.drain.is_exclusive()
             || state.direct.has_grant()
             || state.direct.has_chunk_lists()
-            || state.drain.is_in_flight(&range)
-        {
+            || state.drain.is_in_flight(&range);
+        if must_not_change_in_place {
             return false;
         }
         let Some(extent) = state.pending.extents().covering(range) else {

@@ -3,8 +3,8 @@
 //! A *topic* is the object on which calls may hang together, such as one file.
 
 /// Maximum number of topics whose calls may hang while calls of other topics still find a thread. It allows for 500
-/// files (docs/SEMANTICS.md, S-error-11). Each file has calls by its name, calls by its inode, and pages that are
-/// dropped.
+/// files (docs/SEMANTICS.md, S-error-11). A file has up to three topics: for calls by its name, for calls by its inode,
+/// and for drops of its pages from the kernel's cache.
 pub const TOPICS_MAX: usize = 3 * 512;
 /// Maximum number of tasks of one topic that run at a time. More tasks at once are not faster on one file.
 pub const TOPIC_TASKS_MAX: usize = 16;

@@ -1,4 +1,5 @@
-//! The queue of tasks, in the order in which they may begin, and the topics on which tasks may hang.
+//! The queue of tasks for worker threads. It limits how many tasks run at a time on the same object (their *topic*,
+//! such as one file), because these tasks may all hang together.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -76,8 +77,10 @@ impl Queue {
         is_started
     }
 
-    /// Starts a waiting task of a topic (an object on which tasks may hang) that already has a started one, if the
-    /// limits allow it: such *further* tasks are limited for each topic and in all. Returns whether a task was started.
+    /// Starts one more task of a topic (an object on which tasks may hang together) that already has a started one.
+    /// Returns whether a task was started.
+    ///
+    /// Such *further* tasks have two limits: one for each topic, and one for all topics together.
     fn start_further_task(&mut self, topic: Topic) -> bool {
         let tasks = self
             .topics
@@ -119,9 +122,11 @@ impl Queue {
         self.ready.pop_front()
     }
 
-    /// Records that a task of the topic (the object on which it could hang) ended, and starts tasks that waited for it.
-    /// A task without topic has no effect on others. A *further* task is one beside the first started task of its
-    /// topic; a *short* topic waits for the right to start one.
+    /// Records that a task ended, and starts tasks that waited for it. `topic` is the object on which the task could
+    /// hang; the end of a task without a topic starts no other task.
+    ///
+    /// A topic may have several started tasks. Those after the first are *further* tasks, of which there is a limit
+    /// over all topics. A *short* topic waits for the right to start one.
     pub(crate) fn end_task(&mut self, topic: Option<Topic>) {
         let Some(topic) = topic else { return };
         let tasks = self

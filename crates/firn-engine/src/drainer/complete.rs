@@ -49,8 +49,9 @@ fn parts_with_first_bytes(parts: &[JobPart], bytes: u64) -> Vec<JobPart> {
     first_parts
 }
 
-/// Returns the file ranges in which no byte from an append with a number up to `sequence` remains pending (not in the
-/// backing) after `written` is drained. `sequence` is the highest one in `written`.
+/// Returns the file ranges that the journal must record as drained, because the parts in `written` are in the backing.
+/// `sequence` is the number of the newest append in `written`. After a crash, bytes of these ranges from appends up to
+/// this number do not become pending again.
 ///
 /// Two parts are joined to one range if all pending bytes between them are newer, so that few journal records cover
 /// many parts.
@@ -287,12 +288,12 @@ impl<B: Backing> Drainer<B> {
         }
     }
 
-    /// Finishes a change of a file's pending bytes (not in the backing yet), and returns the waiters (callbacks) that
-    /// waited for bytes which are in the backing now. If nothing is pending any more, sets the file's time in the
-    /// backing and ends the file id (its number in the journal). The caller calls the callbacks without a lock.
+    /// Returns the callbacks of callers that waited for bytes of a file which are not pending (still to be written to
+    /// the backing) any more. Called after each change of the pending bytes. If none is left, sets the file's time in
+    /// the backing and ends the file id (its number in the journal).
     ///
-    /// The lock is released during the call of the backing. A second caller that comes meanwhile returns at once,
-    /// without waiters: the first caller returns the waiters of both.
+    /// The caller calls the callbacks without a lock. The lock is released during the call of the backing. A second
+    /// caller that comes meanwhile returns at once, without callbacks: the first caller returns those of both.
     pub(crate) fn finish_drained(
         &self,
         file: &Arc<File<B>>,

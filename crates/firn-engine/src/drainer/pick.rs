@@ -1,10 +1,12 @@
-//! Pick: the choice of the next write of pending bytes to a lane (one I/O server of the backing).
+//! Chooses the next write of the drain: which bytes of which file a thread writes next to the backing, the directory
+//! that the mount serves.
 //!
 //! Terms
-//! * A range of a file is *in flight* while it is being written to the backing.
+//! * *Pending* bytes are only in the *arena* (shared memory) and must be written. A *job* is one such write.
+//! * A *lane* is one I/O server of the backing. Each lane has its own queue of files.
+//! * A range of a file is *in flight* while it is being written.
 //! * A backing *gathers* if it can write distant parts of a file in one call.
-//! * A *candidate* is a series of parts that may become one job.
-//! * A slab (a part of the arena, which has the pending bytes) is *pinned* while it must not be moved or used again.
+//! * A slab (a part of the arena) is *pinned* while it must not be moved or used again.
 //!
 //! Relies on: the caller completes each job that it gets.
 
@@ -48,8 +50,8 @@ pub struct LaneLimits {
     /// Maximum number of writes of one file at a time. It is less than the number of threads, so that a file whose
     /// writes hang leaves a thread for other files.
     pub file_writes_max: usize,
-    /// In sequential order: whether other files are written although the present file is not finished, because its
-    /// writes hang.
+    /// Whether other files are written if the writes of one file hang. Only needed in sequential order, in which a lane
+    /// otherwise writes one file until it is finished.
     pub leaves_hung_file: bool,
 }
 
@@ -188,10 +190,10 @@ impl<B: Backing> Drainer<B> {
         debug_assert!(state.drain.writes_in_flight() <= limits.file_writes_max);
         let queue = self.drain.queue_of(file);
         queue.record_pick(file, bytes, state.pending.bytes());
-        // The drained range will end at the sequence of the last piece. So later bytes need a piece with a later
-        // sequence.
+        // The journal will record this range as drained up to the sequence (number) of its newest append. So later
+        // bytes need an append with a later sequence.
         state.pending.end_tail();
-        // The file may have more to write, which another thread takes.
+        // The file may have more bytes to write, and another thread can write them at the same time.
         self.drain.enqueue(file, state);
         Some(Job {
             file: Arc::clone(file),

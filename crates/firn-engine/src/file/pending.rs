@@ -8,7 +8,8 @@
 //! * The *tail* is the file's last piece, which an append may extend.
 //!
 //! Invariants
-//! * `bytes` is the sum of the extents; each piece in `pieces` has `0 < live <= len`, and `live` bytes of extents.
+//! * `bytes` is the sum of the extents. Each piece in `pieces` has `0 < live <= len`, and its extents have `live` bytes
+//!   together.
 //! * `partial` counts the pieces with `live < len`.
 //! * The file has a file id (its number in the journal of the arena) while anything is pending.
 //! * While anything is pending, the record of at least one piece has the time of the last write
@@ -109,8 +110,9 @@ pub(crate) fn latest_ns() -> u64 {
 }
 
 impl Pending {
-    /// Makes the pending state of file `id` from the pieces (recorded appends) that a recovery found. `layers` has the
-    /// newest bytes of each range. `drained_ranges` is the number of the file's drained ranges in the journal.
+    /// Makes the record of the pending bytes of file `id` after a crash or restart. `layers` has the newest bytes of
+    /// each file range, as recovery found them in the arena. `drained_ranges` is the number of the file's drained
+    /// ranges in the journal.
     pub(crate) fn recovered(
         id: FileId,
         layers: PieceLayers,
@@ -232,7 +234,9 @@ impl Pending {
     }
 
     /// Records that `bytes` of a piece (a recorded append) are not pending any more. A piece without pending bytes
-    /// dies: a recovery ignores its record. The slab (the part of the arena) still counts the bytes as used.
+    /// dies: a recovery ignores its record. A piece of which only some bytes are pending is *partial*.
+    ///
+    /// The slab (the part of the arena with the piece) still counts the bytes as used.
     fn count_bytes_not_pending(&mut self, arena: &Arena, piece: PieceRef, bytes: u64) {
         let used = self
             .pieces
@@ -363,10 +367,10 @@ impl Pending {
     /// [`Pending::recorded_ns`] in the piece record. An earlier time need not be an error: each write within one clock
     /// tick gets a slightly later time, and a client that begins its next slab may not know the latest of them.
     pub(crate) fn record_client_write(&mut self, modified: u64) -> bool {
-        if modified == 0
+        let is_impossible = modified == 0
             || modified > latest_ns()
-            || modified.saturating_add(FUTURE_NS_MAX) < self.recorded_ns
-        {
+            || modified.saturating_add(FUTURE_NS_MAX) < self.recorded_ns;
+        if is_impossible {
             self.record_write();
             return false;
         }

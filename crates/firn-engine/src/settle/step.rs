@@ -17,7 +17,8 @@ use crate::file::{File, FileState};
 use crate::options::DrainPolicy;
 use crate::space::Room;
 
-/// Divisor of the number of slots in memory: this fraction of the slots remains free for writers.
+/// Divisor of the number of slots (places for one chunk in memory): this fraction of the slots remains free for
+/// writers.
 const RESERVED_SLOTS_DIVISOR: u32 = 32;
 /// Divisor of the arena's memory: memory files that no file uses may keep this fraction of the memory. Checkpoints
 /// often have equal sizes, and memory that was used before costs much less time than fresh memory.
@@ -77,7 +78,7 @@ impl<B: Backing> Room<B> {
     pub fn settle_step(&self) -> SettleStep {
         let task = self.settle.task.lock().take();
         let Some(mut task) = task.or_else(|| self.start_next_task()) else {
-            // Memory files that no file uses give memory back.
+            // Memory that no file uses in memory files goes back to the arena, where any writer can use it.
             self.base.arena.trim_memory_files(self.idle_bytes_max());
             self.wake_writers();
             return SettleStep::Idle { retry: None };
@@ -193,9 +194,10 @@ impl<B: Backing> Room<B> {
         Ok(self.replace_by_copy(task, &source, lease, range))
     }
 
-    /// Copies a chunk of a file, which begins at file offset `start`, to its slot of the memory file (the place for one
-    /// chunk). Returns the lease of the slot, the right to use it, or `None` if no slot is free, apart from those that
-    /// are reserved for writers. The caller has pinned the source.
+    /// Copies one chunk of a file, from file offset `start` on, to its place (a slot) in the memory file. The caller
+    /// has pinned the source. Returns the lease of the slot, which is the right to fill it.
+    ///
+    /// Returns `None` if no slot of memory is free, apart from some that are reserved for writers.
     fn copy_to_memory_slot(
         &self,
         task: &SettleTask<B>,
@@ -249,8 +251,8 @@ impl<B: Backing> Room<B> {
         Ok(())
     }
 
-    /// Makes the copy of a chunk in the memory file the place of the file's bytes, if the file was not changed since
-    /// the copy. `lease` is the right to fill that place. Returns `FileBusy` if the file was changed.
+    /// Replaces bytes of a file in the arena by their copy in the memory file, from which they are read from now on.
+    /// Returns `FileBusy` if the file was changed since the copy. `lease` is the right to fill the place of the copy.
     fn replace_by_copy(
         &self,
         task: &SettleTask<B>,
@@ -285,8 +287,8 @@ impl<B: Backing> Room<B> {
         CopyResult::Copied
     }
 
-    /// Makes the copy of a chunk the place of the file's pending bytes, as a new piece (a recorded append). The older
-    /// pieces die afterwards.
+    /// Replaces pending bytes of a file by their copy in the memory file. The copy becomes a new piece (a recorded
+    /// append), so that a recovery finds it; the older pieces die afterwards.
     fn publish_settled(&self, state: &mut FileState<B>, lease: &mut Lease, range: Range<u64>) {
         let arena = &self.base.arena;
         let file_id = state.pending.file_id().expect("it has pending bytes");

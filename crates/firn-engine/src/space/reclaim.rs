@@ -80,8 +80,8 @@ impl<B: Backing> Room<B> {
         receiver.recv().unwrap_or(Err(Errno::IO))
     }
 
-    /// Calls writers that wait for space in the arena back if space was freed. Otherwise begins to make space for them.
-    /// Called with no lock held.
+    /// If space in the arena was freed, calls back the writers that wait for it. Otherwise begins to make space for
+    /// them. Called with no lock held.
     pub(crate) fn wake_writers(&self) {
         loop {
             if self.space.waiters.take_freed() {
@@ -135,6 +135,7 @@ impl<B: Backing> Room<B> {
             return self.reclaim_on_demand();
         }
         let choice = self.choose_file_to_drain();
+        // A slab that a writer may still fill is not freed by a drain of its bytes.
         self.seal_leases_of(choice.largest.as_ref());
         if let Some(file) = choice.largest {
             let mut state = file.lock();
