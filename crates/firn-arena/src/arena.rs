@@ -63,8 +63,8 @@ pub struct Arena {
 }
 
 impl Arena {
-    /// Returns an arena, the shared memory with written bytes, without a spill file. All its chunks, the units of
-    /// allocation, are free. An attach then restores the state that the tables record.
+    /// Builds the object for the mapped arena file `map`: shared memory that holds written bytes. All of its memory
+    /// counts as free, and it has no spill file. An attach then restores the state that the tables in the file record.
     pub(crate) fn assemble(
         path: &Path,
         map: Arc<Map>,

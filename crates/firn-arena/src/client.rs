@@ -414,6 +414,7 @@ impl Arena {
     /// listed as lingering.
     pub fn end_client(&self, mut lease: ClientLease) {
         assert!(lease.is_revoked, "a lease is revoked before it ends");
+        // The client was in the middle of a copy when the lease was revoked. It may have finished since.
         if !lease.is_stopped {
             self.stop_client(&mut lease);
         }

@@ -343,6 +343,8 @@ impl Medium for JournalRegion {
         std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
     }
 
+    /// Reads bytes of the region from `position` on, without allocating memory for pages that were never written. Bytes
+    /// beyond the end of the file read as zeros.
     fn read(&self, position: usize, bytes: &mut [u8]) {
         assert!(position as u64 + bytes.len() as u64 <= self.len);
         // With pread(2) and not through the mapping: a mere load of an unused page would allocate memory for it.
@@ -369,6 +371,7 @@ impl Medium for JournalRegion {
         rustix::fs::fallocate(self.map.file(), FallocateFlags::empty(), offset, len as u64).is_ok()
     }
 
+    /// Frees the memory of a range of the region. The range reads as zeros from now on.
     fn release(&mut self, position: usize, len: usize) {
         assert!(position as u64 + len as u64 <= self.len);
         if len == 0 {
@@ -387,6 +390,8 @@ impl Medium for JournalRegion {
         std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
     }
 
+    /// Returns how many bytes of the range, from its start on, may be other than zero. Returns `len` if the file system
+    /// cannot say.
     fn used(&self, position: usize, len: usize) -> usize {
         let start = self.offset + position as u64;
         let end = self.offset + (position + len) as u64;

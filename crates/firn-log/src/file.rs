@@ -920,8 +920,8 @@ impl<B: Backing> LoggedFile<B> {
             Err(OwnError::Backing(error)) if is_gone(error) => return Ok(()),
             Err(error) => return Err(error.into()),
         };
-        // The mark says that this host is removing, or has removed, the last name. This check follows the creation: a
-        // host that removes the last name marks only containers that exist by then.
+        // Marks the container if this host has removed the last name of the file (DEAD) or is removing it (DYING). This
+        // check follows the creation, because the removal marks only containers that exist by then.
         if self.is_removed.load(Ordering::Acquire) {
             own::replace_file(context.backing, &dir, DEAD, context.host.as_bytes())?;
         } else if self.is_dying.load(Ordering::Acquire) {

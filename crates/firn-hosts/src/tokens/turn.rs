@@ -215,6 +215,8 @@ pub(crate) struct TokenMachine {
 }
 
 impl TokenMachine {
+    /// Returns the state of a lane that has no token and has not requested it. `renew_every` is the interval at which a
+    /// lock service wants a held token to be renewed; `None` if it need not be.
     pub(crate) fn new(limits: TokenLimits, renew_every: Option<Duration>, now: Instant) -> Self {
         Self {
             limits,
