@@ -1,4 +1,5 @@
-//! Where the data of each chunk is, and a gate that separates moves of a chunk from accesses to its bytes.
+//! Finds the data of a chunk, a unit of shared memory, in memory or on disk. A gate for each chunk keeps threads from
+//! using its bytes while they move.
 //!
 //! Terms
 //! * The *arena* is shared memory with the bytes that are not in the backing directory yet. The *spill file* is space

@@ -1,4 +1,4 @@
-//! Access to the data of chunks, wherever it is, and moves of chunks from memory to the spill file.
+//! Reads written data, whether it is in memory or in a file on a local disk, and moves data from memory to that file.
 //!
 //! Terms
 //! * The *arena* is shared memory with the bytes that are not in the backing directory yet. A *chunk* is the unit in

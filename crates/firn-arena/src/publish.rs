@@ -1,4 +1,5 @@
-//! Publishes pieces, and counts the uses of slabs.
+//! Makes bytes that a writer has stored in shared memory valid, by one store that survives a crash. Counts what still
+//! needs that memory.
 //!
 //! Terms
 //! * A *slab* is a part of a *chunk*, a unit of shared memory. One writer fills it with bytes that the backing

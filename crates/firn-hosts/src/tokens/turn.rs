@@ -52,7 +52,7 @@ pub struct TokenLimits {
 /// What a thread of a lane may do now.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Permit {
-    /// The thread may pick and write. It must hand the use back ([`crate::tokens::LaneToken::leave`]).
+    /// The thread may pick work and write it. It must hand the permit back ([`crate::tokens::LaneToken::leave`]).
     Go(TokenUse),
     /// The thread must wait until the lane is woken, but no longer than this time.
     Wait(Duration),
