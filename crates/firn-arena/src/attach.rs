@@ -161,8 +161,8 @@ impl Arena {
     /// Rebuilds the allocation state in firnd's memory. Marks the chunks (units of memory), their slabs (equal parts)
     /// and their slots (places of a chunk's data) that are in use. All others are free.
     ///
-    /// `stored` has the recorded ranges of bytes that the scan found, `lingering` the clients that may still store
-    /// bytes, and `homes` the slot of each chunk.
+    /// `stored` has the recorded ranges of bytes that the scan found, and `lingering` the clients that may still store
+    /// bytes. `homes` has the slot of each chunk.
     fn restore_allocation(
         &self,
         stored: &[StoredPiece],

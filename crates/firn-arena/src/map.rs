@@ -260,9 +260,9 @@ impl Map {
         unsafe { libc::madvise(base, len as usize, MADV_COLLAPSE) };
     }
 
-    /// Asks the kernel to allocate pages of the range in the memory of NUMA node `id`, or of another node if that one
-    /// is full (mbind(2)). Pages that have memory already are not moved. For a file on tmpfs this holds for every
-    /// process.
+    /// Asks the kernel to allocate pages of the range in the memory of NUMA node `id` (mbind(2)). If that node is full,
+    /// the pages come from another one. Pages that have memory already are not moved. For a file on tmpfs this holds
+    /// for every process.
     pub(crate) fn prefer_numa_node(
         &self,
         offset: u64,

@@ -132,8 +132,8 @@ impl Arena {
     /// chunk where the piece ends from now on. Does nothing if the piece is dead (without pending bytes) or if `end` is
     /// not inside it.
     ///
-    /// If the file has a memory file, the memory file was truncated too, and an attach reports a record that ends
-    /// beyond its end as damage. The seal is one word, so a crash leaves the old length or the new one.
+    /// If the file has a memory file, that file was truncated too. An attach reports a record that ends beyond its end
+    /// as damage. The seal is one word, so a crash leaves the old length or the new one.
     pub fn shorten_piece(&self, piece_ref: PieceRef, end: u64) {
         let generation = self
             .tables

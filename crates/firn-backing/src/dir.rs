@@ -179,8 +179,8 @@ impl DirBacking {
     }
 
     /// Returns the present path of an open object, relative to the top of the backing. The kernel reports it for the
-    /// object's descriptor. The path is unknown if the object is not below the top, or if the name by which it was
-    /// opened was removed and others remain.
+    /// object's descriptor. The path is unknown if the object is not below the top. It is also unknown if the name by
+    /// which the object was opened was removed, and others remain.
     fn path_of(&self, fd: BorrowedFd<'_>) -> ObjectPath {
         let Ok(links) = attr::links(fd) else {
             return ObjectPath::Unknown;
@@ -728,6 +728,7 @@ impl Files for DirBacking {
         fs::seek(&file.fd, from)
     }
 
+    /// Copies bytes between files with one copy_file_range(2), and returns their number, which may be less than `len`.
     fn copy_range(
         &self,
         from: &Self::File,

@@ -366,8 +366,8 @@ impl<B: Backing> Lanes<B> {
         Err(attempts.error())
     }
 
-    /// Creates a file in one of the lanes (directories on servers) that have less space than a new file must have, the
-    /// one with the most space first. Returns `None` if all of them fail.
+    /// Creates a file in a lane (a directory on a server) that has less space than a new file should have. Tries the
+    /// lane with the most space first. Returns `None` if all of them fail.
     fn create_in_full_lane(
         &self,
         attempts: &mut Attempts<B>,
@@ -401,8 +401,9 @@ impl<B: Backing> Lanes<B> {
         Some(self.min_free_bytes())
     }
 
-    /// Creates the file's symbolic link in the staging directory, and starts the creation of the file on a thread of
-    /// the lane, which may hang there. `required_bytes` is the number of free bytes that the lane must have.
+    /// Starts to create a file in a lane, on a thread of that lane, because the call may hang. Before that, creates the
+    /// file's symbolic link in the staging directory. `required_bytes` is the number of free bytes that the lane must
+    /// have.
     fn start_attempt(
         &self,
         attempts: &mut Attempts<B>,

@@ -575,8 +575,8 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    /// Creates logs and an index (the list of their changes) for a new life of this host, numbered one above its last
-    /// life in the container.
+    /// Creates logs and an index, the list of their changes, for a new life of this host. Lives are numbered, and this
+    /// one follows the host's last life in the container.
     fn create_own_log(&self, backing: &B) -> Result<Arc<OwnLog<B>>> {
         let last_life = own::list(backing, &self.dir)?
             .iter()

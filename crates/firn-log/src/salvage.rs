@@ -273,8 +273,8 @@ impl<B: Backing> Lifecycle<'_, B> {
         Ok(())
     }
 
-    /// Visits the damaged bytes of the file, except those in parts that are flat (in the plain file already), and adds
-    /// their blocks to the seal.
+    /// Visits the damaged bytes of the file, and adds the blocks of logs with these bytes to the seal. So all hosts
+    /// give up the same ones. Leaves out parts that are flat, that is, in the plain file already.
     fn visit_lost_bytes(
         &self,
         seal: &mut Seal,

@@ -112,6 +112,7 @@ impl fmt::Display for Finding {
 }
 
 impl fmt::Display for Fault {
+    /// Writes what is wrong, what follows from it for reads of the file, and what to do if there is something to do.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Distrusted(why) => write!(f, "{why}"),

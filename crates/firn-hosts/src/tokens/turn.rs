@@ -436,8 +436,8 @@ impl TokenMachine {
         self.limits.hold * 7 / 8
     }
 
-    /// Records the lock service's answer that other hosts are ahead in the queue for the token, and decides when the
-    /// keeper (the thread that requests the token) asks again.
+    /// Records the lock service's answer that other hosts are ahead in the queue for the token. Decides when the
+    /// keeper, the thread that requests the token, asks again.
     ///
     /// `position.holding` identifies the grant of the present holder. If it differs from the last one, the token passes
     /// from host to host, and waiting is worthwhile.

@@ -78,8 +78,8 @@ impl<B: Backing> Volume for LogBacking<B> {
 impl<B: Backing> Names for LogBacking<B> {
     forward!(below: readlink open_dir read_dir);
 
-    /// Returns the object with this name, and its attributes. The length and the time of a file include the bytes that
-    /// hosts have written to its logs, and that are not in the plain file (the ordinary file with the name) yet.
+    /// Returns the object with this name, and its attributes. New bytes of a file may be in logs of hosts, and not in
+    /// the plain file (the ordinary file with the name) yet. The length and the time include them.
     fn lookup(&self, parent: &LogInode<B>, name: &OsStr) -> Result<(LogInode<B>, Attr)> {
         let forget_count = self.forget_count.load(Ordering::Acquire);
         let (plain_inode, plain_attr) = self.below.lookup(&parent.below, name)?;
@@ -152,8 +152,8 @@ impl<B: Backing> Names for LogBacking<B> {
         self.finish_removal(file_losing_name, outcome)
     }
 
-    /// Renames an object. If that replaces a file and removes its last name, the logs of the replaced file are marked
-    /// for removal before the rename, and again after it. So they are removed even if this host dies in between.
+    /// Renames an object. The rename may replace a file and remove its last name. Then the logs of that file are marked
+    /// for removal before the rename, and again after it. So they are removed even if this host dies.
     fn rename(
         &self,
         parent: &LogInode<B>,
@@ -212,8 +212,8 @@ impl<B: Backing> Attributes for LogBacking<B> {
         }
     }
 
-    /// Changes an attribute of the plain file, the ordinary file with the name. If logs are just being copied into it,
-    /// a new modification time is also recorded beside them, because the end of that copy sets the file's time.
+    /// Changes an attribute of the plain file, the ordinary file with the name. A copy of logs into that file sets its
+    /// time at the end. So a new time is also recorded beside logs that are just being copied.
     fn set_attr(&self, inode: &LogInode<B>, change: AttrChange<'_>) -> Result<()> {
         let change_plain = || self.below.set_attr(&inode.below, change);
         match change {

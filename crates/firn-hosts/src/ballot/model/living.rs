@@ -256,9 +256,10 @@ impl State {
         add(next);
     }
 
-    /// Adds the states after a host has begun to write to a file, or to flatten it (copy its logs into the plain file)
-    /// if the ballot's directory exists. A writer makes the directory if there is none. Adds none at the last ballot,
-    /// or when no more may be made.
+    /// Adds the states after a host has begun to write to a file. If the ballot's directory exists, also adds the state
+    /// after the host has begun to flatten the file: to copy its logs into the plain file.
+    ///
+    /// A writer makes the directory if there is none. Adds no state at the last ballot, or when no more may be made.
     fn begin(&self, host: usize, add: &mut dyn FnMut(Self)) {
         let mut next = *self;
         match self.history.current() {
