@@ -269,6 +269,7 @@ impl LockService for EtcdService {
                 format!("its lease in etcd could not be renewed: {error}")
             }
         };
+        // The key stays known, so that `give_back` removes it if etcd still has it.
         self.lease = None;
         Err(ServiceError::Lost { why })
     }

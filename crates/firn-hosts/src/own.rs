@@ -376,7 +376,8 @@ pub fn write_new_file<B: Backing>(
     }
     let (_, file, _) = base.create(&own_caller(), parent, temporary_name, FILE_MODE)?;
     write_all(base, &file, bytes, 0)?;
-    base.sync(&file, false)
+    let data_only = false;
+    base.sync(&file, data_only)
 }
 
 /// Writes all bytes at `offset`, with as many pwrite(2) calls as necessary.

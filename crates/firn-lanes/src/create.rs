@@ -38,7 +38,8 @@ const COUNTED_MAX: usize = 256;
 /// Time within which a lane must create a file. A slower lane counts as hanging, and another lane is tried.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Kind of the topics of this crate, which has only this kind.
+/// Number of the kind of object on which calls of this crate may hang, for the worker threads: a lane. There is no other
+/// kind.
 const TOPIC_KIND_LANE: u8 = 0;
 
 /// A created file as [`Backing::create`] returns it: the object, the open file, and its attributes.
@@ -355,11 +356,12 @@ impl<B: Backing> Lanes<B> {
             return Ok(created);
         }
         // All lanes that do not hang have failed, so the first hanging lane that answers is used.
+        let (no_minimum, no_timeout) = (None, None);
         for lane in hanging {
-            self.start_attempt(attempts, lane, None, owner, new_file)?;
+            self.start_attempt(attempts, lane, no_minimum, owner, new_file)?;
         }
         while !attempts.in_progress.is_empty() {
-            if let Some(created) = self.wait_for_attempt(attempts, None)? {
+            if let Some(created) = self.wait_for_attempt(attempts, no_timeout)? {
                 return Ok(created);
             }
         }
@@ -381,7 +383,9 @@ impl<B: Backing> Lanes<B> {
             if free_bytes == 0 {
                 continue;
             }
-            self.start_attempt(attempts, lane, None, owner, new_file)?;
+            // The lane has less space than it should have, but the file may still fit.
+            let no_minimum = None;
+            self.start_attempt(attempts, lane, no_minimum, owner, new_file)?;
             let created = self.wait_for_attempt(attempts, Some(ANSWER_TIMEOUT))?;
             if created.is_some() {
                 return Ok(created);

@@ -592,7 +592,8 @@ impl<B: Backing> Container<B> {
             writer.clone(),
             self.turn,
         )?);
-        let state = IndexState::new(writer.clone(), true);
+        let is_own = true;
+        let state = IndexState::new(writer.clone(), is_own);
         self.view.lock().indexes.insert(writer.id(), state);
         Ok(own_log)
     }

@@ -326,7 +326,8 @@ impl<B: Backing> Container<B> {
             let index = match own::find_file(backing, &self.dir, &writer.index_name())? {
                 Some(inode) => {
                     let file = backing.open(&inode, Access::Read)?;
-                    backing.sync(&file, true)?;
+                    let data_only = true;
+                    backing.sync(&file, data_only)?;
                     salvage_index(backing, &file, writer.id(), limit)?
                 }
                 None => ReadableIndex::missing(limit),

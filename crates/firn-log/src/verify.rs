@@ -495,7 +495,8 @@ impl<B: Backing> Verifier<'_, B> {
             },
         };
         if !is_whole {
-            self.add_finding(Some(&checked_file), None, Fault::Sorted);
+            let no_offset = None;
+            self.add_finding(Some(&checked_file), no_offset, Fault::Sorted);
         }
         Ok(())
     }

@@ -281,7 +281,8 @@ impl State {
             }
             None => return,
         }
-        next.enter(host, Phase::Joining(next_join(true, false)));
+        let (is_open, has_put) = (true, false);
+        next.enter(host, Phase::Joining(next_join(is_open, has_put)));
         add(next);
     }
 
