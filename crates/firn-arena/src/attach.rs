@@ -214,8 +214,9 @@ impl Arena {
         }
     }
 
-    /// Returns the chunks in use, pins their slabs in use, and makes all other slabs and chunks free. A slab is in use
-    /// if it has a piece, a recorded range of bytes, or a client that may still store bytes into it.
+    /// Returns the chunks (units of memory) in use, and makes all others free. Pins the slabs in use, which are parts
+    /// of a chunk, so that they are not freed yet. A slab is in use if it has a recorded range of bytes, or a client
+    /// that may still store bytes into it.
     fn find_used_chunks(
         &self,
         stored: &[StoredPiece],

@@ -158,11 +158,11 @@ impl ChunkHomes {
             .is_ok()
     }
 
-    /// Closes the gate of a chunk after its copy to another slot, so that threads that want to enter wait. Waits until
-    /// no thread is inside, that is, uses the chunk's bytes.
+    /// Makes threads wait that want to use the bytes of a chunk, a unit of memory, after these were copied to another
+    /// place. Waits until no thread is inside, that is, uses the bytes.
     ///
-    /// Returns false after [`CLOSE_TIMEOUT`]; the caller then keeps the old home. In both cases
-    /// [`ChunkHomes::open_gate`] follows.
+    /// Returns false after [`CLOSE_TIMEOUT`]; the caller then keeps the old home, the old place of the bytes. In both
+    /// cases [`ChunkHomes::open_gate`] follows.
     pub(crate) fn close_gate(&self, chunk: u32) -> bool {
         let guard_before = self.guard(chunk).fetch_or(CLOSED, Ordering::AcqRel);
         debug_assert_eq!(

@@ -193,9 +193,10 @@ impl Arena {
         self.map.write(offset, data);
     }
 
-    /// Copies `len` bytes of a pinned slab, which cannot be freed meanwhile, to a leased slab. Both positions count
-    /// from the start of the chunk. Readers see the copy only after it is published. Fails if the bytes are in the
-    /// spill file and cannot be read.
+    /// Copies `len` bytes of one slab (a part of shared memory) to another one, which the caller has leased. The first
+    /// one is pinned, so it cannot be freed meanwhile. Both positions count from the start of the chunk that the slab
+    /// is a part of. Readers see the copy only after it is published. Fails if the bytes are in the spill file and
+    /// cannot be read.
     pub fn copy_slab(
         &self,
         (source, position): (SlabRef, u32),

@@ -131,8 +131,8 @@ impl<B: Backing> Names for Lanes<B> {
         self.resolve(parent, name, inode, attr)
     }
 
-    /// Creates a file and opens it. The rule chooses the lane for its data, a directory on a server of its own, usually
-    /// by the name that the file has or will get. A file that is in no lane has its data in the directory with all
+    /// Creates a file and opens it. The rule chooses the lane for its data, a directory on a server of its own. Usually
+    /// the name decides that the file has or will get. A file that is in no lane has its data in the directory with all
     /// names.
     fn create_placed(
         &self,

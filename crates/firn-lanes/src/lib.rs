@@ -383,7 +383,8 @@ impl<B: Backing> Lanes<B> {
     }
 
     /// Returns the file to which a link leads, with the attributes of the file in the lane. Returns `None` if the file
-    /// is missing, or if the link is not Firn's own: then the file has no mark, an attribute that names this link.
+    /// is missing. Also returns `None` for a link that is not Firn's own: the file then has no mark, an attribute, that
+    /// names this link.
     fn follow(&self, link: &B::Inode, attr: &Attr) -> Result<Option<(PlacedFile<B>, Attr)>> {
         let target = self.primary.readlink(link)?;
         let Some(LinkTarget {

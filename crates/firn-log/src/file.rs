@@ -1332,9 +1332,9 @@ impl<B: Backing> Generation<B> {
         Ok(())
     }
 
-    /// Copies the bytes of the generation to the plain file `inode` and removes its container, as far as other hosts
-    /// allow. Before that it is sealed: no host may write to it any more. Hosts share the copy in parts of `unit_bytes`
-    /// bytes.
+    /// Copies the bytes of this generation (a container with logs) to the plain file `inode` and removes the container,
+    /// as far as other hosts allow. Before that it is sealed: no host may write to it any more. Hosts share the copy in
+    /// parts of `unit_bytes` bytes.
     fn flatten(
         &self,
         context: &LayoutContext<'_, B>,

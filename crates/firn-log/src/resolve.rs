@@ -346,8 +346,8 @@ impl LengthChanges {
         self.choose_newest(range, &layers, parts)
     }
 
-    /// Returns the segments of `range`. The value of a byte comes from the newest of `parts`, pieces of changes, that
-    /// contains it.
+    /// Returns the segments of `range`, which are ranges with one source each. The value of a byte comes from the
+    /// newest of `parts`, pieces of changes, that contains it.
     ///
     /// Goes through the range once, with a heap of the parts that contain the present position, the newest on top.
     fn choose_newest(

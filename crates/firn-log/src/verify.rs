@@ -374,8 +374,8 @@ impl<B: Backing> Verifier<'_, B> {
         Ok(seal)
     }
 
-    /// Verifies all frames of an index, and the bytes of logs that they name. `limit` is how many bytes of the index
-    /// count by the seal; `None` without a seal.
+    /// Verifies all frames of an index, the entries of a host's list of changes, and the bytes of logs that they name.
+    /// `limit` is how many bytes of the index count by the seal; `None` without a seal.
     fn verify_index(&mut self, dir: &B::Inode, writer: &Writer, limit: Option<u64>) -> Result<()> {
         let name = writer.index_name();
         let checked_file = CheckedFile {

@@ -115,7 +115,7 @@ impl SyncCounter {
 
 impl<B: Backing> OwnLog<B> {
     /// Creates the index of `writer`, the list of its changes, in the container `dir`. `writer` must have a new life,
-    /// so that no index has its name. `turn` selects the lane.
+    /// so that no index has its name. `turn` selects the lane, the server of the bytes.
     pub(crate) fn create(backing: &B, dir: &B::Inode, writer: Writer, turn: u64) -> Result<Self> {
         let name = writer.index_name();
         let name = OsStr::new(&name);

@@ -215,8 +215,9 @@ pub(crate) struct TokenMachine {
 }
 
 impl TokenMachine {
-    /// Returns the state of a lane that has no token and has not requested it. `renew_every` is the interval at which a
-    /// lock service wants a held token to be renewed; `None` if it need not be.
+    /// Returns the state of a lane, an I/O server, for which this host has no token (the lock for writing there) and
+    /// has requested none. `renew_every` is the interval at which a lock service wants a held token to be renewed;
+    /// `None` if it need not be.
     pub(crate) fn new(limits: TokenLimits, renew_every: Option<Duration>, now: Instant) -> Self {
         Self {
             limits,
@@ -310,8 +311,8 @@ impl TokenMachine {
 
     // ---- the keeper --------------------------------------------------------------------------
 
-    /// Returns the next step of the keeper, the thread that requests the lane's token from the lock service and gives
-    /// it back. The caller takes the step and records its result here.
+    /// Returns the next step of the keeper, the thread that requests a lane's token (the lock for writing to an I/O
+    /// server) from the lock service and gives it back. The caller takes the step and records its result here.
     pub(crate) fn next_step(&mut self, now: Instant) -> Step {
         if self.is_returning {
             return Step::GiveBack;
@@ -369,9 +370,9 @@ impl TokenMachine {
         Step::Ask
     }
 
-    /// Returns the next step of the keeper while this host has the token. Gives the token back if no write uses it and
-    /// either other hosts wait and the batch is over, or nothing was written for [`KEEP_UNUSED_FOR`]. A token that is
-    /// overdue is given back even during a write.
+    /// Returns the next step of the keeper, the thread that handles the token, while this host has the token. A token
+    /// that no write uses is given back in two cases: other hosts wait and the batch is over, or nothing was written
+    /// for [`KEEP_UNUSED_FOR`]. A token that is overdue is given back even during a write.
     fn next_step_while_held(&mut self, now: Instant) -> Step {
         let Phase::Held(held) = &self.phase else {
             return Step::Sleep(None);
@@ -584,8 +585,8 @@ impl TokenMachine {
         self.change_phase(Phase::Waiting(waiting), now);
     }
 
-    /// Enters the phase `Without`, in which the lane writes without its token because none came in time, and logs the
-    /// reason. The token affects speed only, so no data is at risk.
+    /// Lets the threads of a lane, an I/O server, write without its token because none came in time, and logs the
+    /// reason. The token is a lock by which hosts take turns. It affects speed only, so no data is at risk.
     ///
     /// If the queue moves but is long, the request stays in the queue. Otherwise the next request comes after `wait`.
     fn continue_without(&mut self, now: Instant) {
