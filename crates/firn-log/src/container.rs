@@ -481,7 +481,7 @@ impl<B: Backing> Container<B> {
     /// Returns ranges with one source each. The list is empty at the end of the walk or of the file.
     ///
     /// Recent changes of bytes are in memory (the resolver), and older ones in sorted files (the tables). Each consists
-    /// of *pieces*, ranges of the file. If a range has too many pieces for the memory, it is halved; after a range with
+    /// of *pieces*, ranges of the file. If a range has too many pieces for the memory, it is halved. After a range with
     /// few pieces, the next one is twice as long.
     fn try_next_segments(&self, backing: &B, walk: &mut Walk) -> TableResult<Vec<Segment>> {
         loop {

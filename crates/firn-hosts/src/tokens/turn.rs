@@ -311,8 +311,9 @@ impl TokenMachine {
 
     // ---- the keeper --------------------------------------------------------------------------
 
-    /// Returns the next step of the keeper, the thread that requests a lane's token (the lock for writing to an I/O
-    /// server) from the lock service and gives it back. The caller takes the step and records its result here.
+    /// Returns the next step of the keeper, the thread that requests a lane's token from the lock service and gives it
+    /// back. The token is the lock for writing to the lane, an I/O server. The caller takes the step and records its
+    /// result here.
     pub(crate) fn next_step(&mut self, now: Instant) -> Step {
         if self.is_returning {
             return Step::GiveBack;
