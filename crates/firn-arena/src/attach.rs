@@ -107,8 +107,8 @@ impl Arena {
         let mut damage = Vec::new();
         let stored = scan_pieces(&arena.tables, &mut damage);
         arena.restore_sequence(&stored);
-        // The data of a chunk is in the arena's file, in a memory file or in the spill file. If a file is missing or too
-        // short, the pieces in it are reported as damage, and the attach goes on.
+        // The data of a chunk is in the arena's file, in a memory file or in the spill file. If a file is missing or
+        // too short, the pieces in it are reported as damage, and the attach goes on.
         let mut homes = read_homes(&arena.tables, &mut damage);
         let mut memory_file_slots =
             read_memory_file_slots(&arena.tables, &arena.memory_files, &arena.superblock.uuid);

@@ -63,7 +63,7 @@ pub fn write_parts_singly(
     Ok(total_bytes)
 }
 
-/// Implements [`Files::resize`] with `set_len`, for a file whose length no other process or host changes meanwhile.
+/// Implements [`Files::resize`] with `set_len`, for a file of which only the caller changes the length.
 /// Always returns true, which means that the change is made.
 pub fn resize_by_set_len(
     resize: Resize,

@@ -24,8 +24,8 @@ use firn_trust::{Distrust, Expected, FileMetadata};
 pub const TOP: &str = ".firn";
 /// Name of the directory in `.firn/` for the logs of files that several hosts write.
 pub const LOGS: &str = "log";
-/// Name of the directory in `.firn/` for new files that have no name yet. They belong to a stub tree, a mount point whose
-/// files are empty ones on tmpfs.
+/// Name of the directory in `.firn/` for new files that have no name yet. They belong to a stub tree, a mount point
+/// with empty files on tmpfs.
 pub const STUBS: &str = "stub";
 
 /// Bits of a mode that give the file type (`S_IFMT`).

@@ -38,8 +38,8 @@ const COUNTED_MAX: usize = 256;
 /// Time within which a lane must create a file. A slower lane counts as hanging, and another lane is tried.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Number of the kind of object on which calls of this crate may hang, for the worker threads: a lane. There is no other
-/// kind.
+/// Number of the kind of object on which calls of this crate may hang, for the worker threads: a lane. There is no
+/// other kind.
 const TOPIC_KIND_LANE: u8 = 0;
 
 /// A created file as [`Backing::create`] returns it: the object, the open file, and its attributes.

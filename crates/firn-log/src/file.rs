@@ -1186,8 +1186,8 @@ impl<B: Backing> LoggedFile<B> {
         lifecycle.renew_head(head, &is_other_alive, reporter)
     }
 
-    /// Finishes what dead hosts left. A container (directory with logs) whose bytes are in the plain file is removed.
-    /// One without a head, the link that makes it valid, gets its head or is removed.
+    /// Finishes what dead hosts left. A container (directory with logs) is removed if all its bytes are in the plain
+    /// file. One without a head, the link that makes it valid, gets its head or is removed.
     fn finish_unfinished_containers(
         &self,
         context: &LayoutContext<'_, B>,

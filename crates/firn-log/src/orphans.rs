@@ -306,9 +306,9 @@ impl<B: Backing> OrphanSearch<'_, B> {
         Ok(orphans)
     }
 
-    /// Removes the containers (directories with logs) of files whose last name is removed. The host that removes a file
-    /// says so by a *mark*, a file in each container. Returns the containers that have to be kept or removed depending
-    /// on whether their file exists.
+    /// Removes the containers (directories with logs) of files that have lost their last name. The host that removes a
+    /// file says so by a *mark*, a file in each container. Returns the containers that have to be kept or removed
+    /// depending on whether their file exists.
     fn handle_by_mark(
         &self,
         scope: SearchScope,
@@ -349,8 +349,8 @@ impl<B: Backing> OrphanSearch<'_, B> {
         Ok(())
     }
 
-    /// Removes a container (directory with logs) whose file does not exist. If it may have writes and no host marked it
-    /// for removal, it is kept and only added to the lost ones.
+    /// Removes a container, a directory with logs, after its file was found missing. If it may have writes and no host
+    /// marked it for removal, it is kept and only added to the lost ones.
     fn handle_without_file(&self, name: String, orphans: &mut Orphans) -> Result<()> {
         let container = match self.find(&name)? {
             ContainerLookup::Trusted(container) => container,

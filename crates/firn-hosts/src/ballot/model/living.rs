@@ -446,8 +446,8 @@ impl Model for State {
     }
 
     // No unit of work begins twice, too early or beside one that excludes it, and no directory in use is removed.
-    /// Panics if this state breaks a promise of the ballot: no host writes to a file whose logs are already being
-    /// copied, and no two hosts do the same unit of that work.
+    /// Panics if this state breaks a promise of the ballot: no host writes to a file after the copy of its logs has
+    /// begun, and no two hosts do the same unit of that work.
     fn check(&self) {
         let mut units_at_work = Vec::new();
         for host in 0..HOSTS {
