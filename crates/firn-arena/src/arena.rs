@@ -63,8 +63,8 @@ pub struct Arena {
 }
 
 impl Arena {
-    /// Returns an arena, the shared memory with written bytes, without a spill file. All its chunks, the units of
-    /// allocation, are free. An attach then restores the state that the tables record.
+    /// Builds the object for the mapped arena file `map`: shared memory that holds written bytes. All of its memory
+    /// counts as free, and it has no spill file. An attach then restores the state that the tables in the file record.
     pub(crate) fn assemble(
         path: &Path,
         map: Arc<Map>,
@@ -162,8 +162,8 @@ impl Arena {
         self.pool.lock().numa_node_figures()
     }
 
-    /// Allocates memory for all slots, the parts of the arena that have one chunk's data each, in order and in steps.
-    /// Ends early when `should_continue` returns false. Fails if there is too little memory.
+    /// Allocates the memory for all data that the arena can hold, in order and in steps. Ends early when
+    /// `should_continue` returns false. Fails if there is too little memory.
     pub fn populate(&self, should_continue: &dyn Fn() -> bool) -> Result<(), Errno> {
         let start = self.geometry.slot_offset(0);
         let end = start + self.geometry.data_bytes();
@@ -182,8 +182,8 @@ impl Arena {
         Ok(())
     }
 
-    /// Asserts that the counts of slabs and chunks in use agree with the piece tables, in which the arena records what
-    /// it contains. No other thread may use the arena during this call.
+    /// Asserts that the allocator's counts of used memory agree with the tables in which the arena records what it
+    /// contains. No other thread may use the arena during this call.
     pub fn assert_invariants(&self) {
         let pool = self.pool.lock();
         pool.assert_invariants();

@@ -90,9 +90,11 @@ impl Arena {
         Self::attach_on(path, &Topology::one())
     }
 
-    /// Does what [`Arena::attach`] does, on a machine with several NUMA nodes: maps an existing arena, and rebuilds the
-    /// state in memory. Returns the arena, its pieces (recorded ranges of bytes), and the damage that was found. Pages
-    /// that exist stay on their node.
+    /// Maps the existing arena at `path`, and rebuilds from its tables the state that is kept only in memory. Does so
+    /// for a machine with several NUMA nodes; pages that exist stay on their node.
+    ///
+    /// Returns the arena, its pieces (recorded ranges of files' bytes), and the damage that was found.
+    /// [`Arena::attach`] says what the caller does with the pieces, and when the call fails.
     pub fn attach_on(
         path: &Path,
         topology: &Topology,
@@ -105,6 +107,8 @@ impl Arena {
         let mut damage = Vec::new();
         let stored = scan_pieces(&arena.tables, &mut damage);
         arena.restore_sequence(&stored);
+        // The data of a chunk is in the arena's file, in a memory file or in the spill file. If a file is missing or
+        // too short, the pieces in it are reported as damage, and the attach goes on.
         let mut homes = read_homes(&arena.tables, &mut damage);
         let mut memory_file_slots =
             read_memory_file_slots(&arena.tables, &arena.memory_files, &arena.superblock.uuid);
@@ -154,9 +158,11 @@ impl Arena {
         classes
     }
 
-    /// Rebuilds the allocation state in firnd's memory: which chunks, slots and slabs are in use. All others are free.
-    /// `stored` has the pieces (recorded ranges of bytes) that the scan found, `lingering` the clients that may still
-    /// store bytes, and `homes` the slot with the data of each chunk.
+    /// Rebuilds the allocation state in firnd's memory. Marks the chunks (units of memory), their slabs (equal parts)
+    /// and their slots (places of a chunk's data) that are in use. All others are free.
+    ///
+    /// `stored` has the recorded ranges of bytes that the scan found, and `lingering` the clients that may still store
+    /// bytes. `homes` has the slot of each chunk.
     fn restore_allocation(
         &self,
         stored: &[StoredPiece],
@@ -186,8 +192,9 @@ impl Arena {
         self.restore_lingering_leases(&mut pool, stored, lingering);
     }
 
-    /// Counts the leases of lingering clients, which may still store bytes into a slab. Pins their slabs, so that no
-    /// slab is freed before its client has stopped or died.
+    /// Keeps the slabs of lingering clients in use. Such a client may still store bytes into its slab (a part of shared
+    /// memory), although its lease is over. A pin prevents that the slab is freed before the client has stopped or
+    /// died.
     fn restore_lingering_leases(
         &self,
         pool: &mut Pool,
@@ -207,8 +214,9 @@ impl Arena {
         }
     }
 
-    /// Returns the chunks in use, pins their slabs in use, and makes all other slabs and chunks free. A slab is in use
-    /// if it has a piece, a recorded range of bytes, or a client that may still store bytes into it.
+    /// Returns the chunks (units of memory) in use, and makes all others free. Pins the slabs in use, which are parts
+    /// of a chunk, so that they are not freed yet. A slab is in use if it has a recorded range of bytes, or a client
+    /// that may still store bytes into it.
     fn find_used_chunks(
         &self,
         stored: &[StoredPiece],

@@ -107,9 +107,9 @@ impl ClientLease {
 }
 
 impl Arena {
-    /// Leases a slab near `cpu` to process `pid`, which then writes the file `file_id` into it without requests to
-    /// firnd. The slab is of `class`, or of a smaller class if no slab of `class` is free. `None` means that no slab is
-    /// free.
+    /// Leases a slab (a part of shared memory) near `cpu` to process `pid`, which then writes the file `file_id` into
+    /// it without requests to firnd. The slab is of `class`, or of a smaller class if no slab of `class` is free.
+    /// `None` means that no slab is free.
     ///
     /// Each record of the slab gets its sequence number now, so the client needs no number from firnd.
     pub fn lease_client(
@@ -170,8 +170,9 @@ impl Arena {
         }
     }
 
-    /// Accepts the piece records that the client published since the last call, passes their bytes to `sink`, and
-    /// counts them as live: not in the backing yet.
+    /// Accepts the records that a client process has published since the last call. A record describes a range of a
+    /// file that the client has stored in shared memory. Passes the bytes to `sink`, and counts them as live: not in
+    /// the backing yet.
     ///
     /// Fails at the first record that breaks the rules of the lease; `sink` got all that precedes it. Does nothing for
     /// a revoked lease.
@@ -414,6 +415,7 @@ impl Arena {
     /// listed as lingering.
     pub fn end_client(&self, mut lease: ClientLease) {
         assert!(lease.is_revoked, "a lease is revoked before it ends");
+        // The client was in the middle of a copy when the lease was revoked. It may have finished since.
         if !lease.is_stopped {
             self.stop_client(&mut lease);
         }

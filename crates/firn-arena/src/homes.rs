@@ -1,4 +1,5 @@
-//! Where the data of each chunk is, and a gate that separates moves of a chunk from accesses to its bytes.
+//! Finds the data of a chunk, a unit of shared memory, in memory or on disk. A gate for each chunk keeps threads from
+//! using its bytes while they move.
 //!
 //! Terms
 //! * The *arena* is shared memory with the bytes that are not in the backing directory yet. The *spill file* is space
@@ -157,11 +158,11 @@ impl ChunkHomes {
             .is_ok()
     }
 
-    /// Closes the gate of a chunk after its copy to another slot, so that threads that want to enter wait. Waits until
-    /// no thread is inside, that is, uses the chunk's bytes.
+    /// Makes threads wait that want to use the bytes of a chunk, a unit of memory, after these were copied to another
+    /// place. Waits until no thread is inside, that is, uses the bytes.
     ///
-    /// Returns false after [`CLOSE_TIMEOUT`]; the caller then keeps the old home. In both cases
-    /// [`ChunkHomes::open_gate`] follows.
+    /// Returns false after [`CLOSE_TIMEOUT`]; the caller then keeps the old home, the old place of the bytes. In both
+    /// cases [`ChunkHomes::open_gate`] follows.
     pub(crate) fn close_gate(&self, chunk: u32) -> bool {
         let guard_before = self.guard(chunk).fetch_or(CLOSED, Ordering::AcqRel);
         debug_assert_eq!(

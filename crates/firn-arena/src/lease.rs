@@ -1,4 +1,4 @@
-//! Leases: a lease is one writer's exclusive right to fill a slab.
+//! Leases: a lease is one writer's exclusive right to fill a slab, a part of shared memory.
 //!
 //! A *slab* is a part of a *chunk*, the unit in which the arena's memory is allocated. The *arena* is shared memory
 //! with the bytes that are not in the backing directory yet. A *piece* is a range of a file's bytes in a slab.
@@ -42,9 +42,10 @@ impl Arena {
         self.lease_slab_near(class, None)
     }
 
-    /// Leases a slab of the arena to a writer as [`Arena::lease_slab`] does, but near `cpu` if it is not `None`. A slab
-    /// of `class` on a far NUMA node is preferred to a smaller slab on a near one. Returns `None` if no slab is free;
-    /// the callback for memory pressure is then called as if all memory were in use.
+    /// Leases a slab, a part of shared memory, to a writer that runs on `cpu`; `None` stands for the CPU of this
+    /// thread. If no NUMA node has a free slab of `class`, the slab is of a smaller class.
+    ///
+    /// Returns `None` if no slab is free. The callback for memory pressure is then called as if all memory were in use.
     pub fn lease_slab_near(&self, class: Class, cpu: Option<u32>) -> Option<Lease> {
         self.free_lingering_slabs();
         // If no slot is free, one that a memory file has and does not use comes back to the arena's file.

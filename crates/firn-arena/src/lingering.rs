@@ -138,9 +138,9 @@ pub(crate) fn revoke_all(tables: &Tables, classes: &[(u32, Class)]) -> Vec<Linge
     lingering
 }
 
-/// Ends the lease that a client of an earlier firnd may have of a slab, so that it can publish nothing more. Returns
-/// the client if it may be storing bytes now; the slab must then not be used again. Returns `None` if there is no such
-/// client.
+/// Ends the lease that a client of an earlier firnd may have of a slab, a part of shared memory. The client can publish
+/// nothing more in it. Returns the client if it may be storing bytes now; the slab must then not be used again. Returns
+/// `None` if there is no such client.
 fn revoke_slab(tables: &Tables, slab: SlabRef, class: Class) -> Option<LingeringWriter> {
     let writer = tables.writer(slab);
     if writer.load(Ordering::Acquire) == 0 {

@@ -12,7 +12,9 @@ type Callback = Box<dyn Fn() + Send + Sync>;
 
 /// The callbacks of an arena.
 pub(crate) struct Listeners {
+    /// Called when room has become free.
     freed: Mutex<Option<Callback>>,
+    /// Called when memory is short.
     pressure: Mutex<Option<Callback>>,
     /// Memory is short when more than this number of memory slots is in use.
     pressure_above: AtomicU32,
@@ -29,10 +31,12 @@ impl Default for Listeners {
 }
 
 impl Listeners {
+    /// Sets the callback for freed room, in place of an earlier one.
     pub(crate) fn set_freed(&self, callback: Callback) {
         *self.freed.lock() = Some(callback);
     }
 
+    /// Sets the callback for short memory. Memory is short when more than `slots` memory slots are in use.
     pub(crate) fn set_pressure(&self, slots: u32, callback: Callback) {
         *self.pressure.lock() = Some(callback);
         self.pressure_above.store(slots, Ordering::Release);

@@ -733,9 +733,8 @@ impl LiveTable {
     /// Records the file locks that are held by means of a lock file, a file in the backing for locks between hosts.
     /// They replace those that were recorded for this lock file.
     ///
-    /// New locks are recorded before the others are removed, so at each instant the table has all locks that are
-    /// recorded both before and after this call. Returns false if there is no room; the earlier locks then remain
-    /// recorded too.
+    /// New locks are recorded before the others are removed. So a lock that was recorded before, and is among `locks`,
+    /// is in the table at each instant. Returns false if there is no room; the earlier locks then remain recorded too.
     #[must_use]
     pub fn set_file_locks(&self, lock_file: u64, locks: &[FileLock]) -> bool {
         let mut cells = self.cells.lock();

@@ -260,9 +260,9 @@ impl Map {
         unsafe { libc::madvise(base, len as usize, MADV_COLLAPSE) };
     }
 
-    /// Asks the kernel to allocate pages of the range in the memory of NUMA node `id`, or of another node if that one
-    /// is full (mbind(2)). Pages that have memory already are not moved. For a file on tmpfs this holds for every
-    /// process.
+    /// Asks the kernel to allocate pages of the range in the memory of NUMA node `id` (mbind(2)). If that node is full,
+    /// the pages come from another one. Pages that have memory already are not moved. For a file on tmpfs this holds
+    /// for every process.
     pub(crate) fn prefer_numa_node(
         &self,
         offset: u64,
@@ -343,6 +343,8 @@ impl Medium for JournalRegion {
         std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
     }
 
+    /// Reads bytes of the region from `position` on, without allocating memory for pages that were never written. Bytes
+    /// beyond the end of the file read as zeros.
     fn read(&self, position: usize, bytes: &mut [u8]) {
         assert!(position as u64 + bytes.len() as u64 <= self.len);
         // With pread(2) and not through the mapping: a mere load of an unused page would allocate memory for it.
@@ -369,6 +371,7 @@ impl Medium for JournalRegion {
         rustix::fs::fallocate(self.map.file(), FallocateFlags::empty(), offset, len as u64).is_ok()
     }
 
+    /// Frees the memory of a range of the region. The range reads as zeros from now on.
     fn release(&mut self, position: usize, len: usize) {
         assert!(position as u64 + len as u64 <= self.len);
         if len == 0 {
@@ -387,6 +390,8 @@ impl Medium for JournalRegion {
         std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
     }
 
+    /// Returns how many bytes of the range, from its start on, may be other than zero. Returns `len` if the file system
+    /// cannot say.
     fn used(&self, position: usize, len: usize) -> usize {
         let start = self.offset + position as u64;
         let end = self.offset + (position + len) as u64;

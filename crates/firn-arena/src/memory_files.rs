@@ -614,6 +614,7 @@ impl Arena {
         if let Some(idle_file) = self.find_idle_file(slots)
             && self.memory_files.begin_filling_again(&idle_file)
         {
+            // The memory file still has the length of the file that it stored last, which may be shorter.
             let len = u64::from(slots) * self.geometry.chunk_bytes;
             if let Err(errno) = rustix::fs::ftruncate(&idle_file.file, len) {
                 self.memory_files.end_filling(&idle_file);

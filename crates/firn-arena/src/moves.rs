@@ -1,4 +1,4 @@
-//! Access to the data of chunks, wherever it is, and moves of chunks from memory to the spill file.
+//! Reads written data, whether it is in memory or in a file on a local disk, and moves data from memory to that file.
 //!
 //! Terms
 //! * The *arena* is shared memory with the bytes that are not in the backing directory yet. A *chunk* is the unit in
@@ -193,9 +193,10 @@ impl Arena {
         self.map.write(offset, data);
     }
 
-    /// Copies `len` bytes of a pinned slab, which cannot be freed meanwhile, to a leased slab. Both positions count
-    /// from the start of the chunk. Readers see the copy only after it is published. Fails if the bytes are in the
-    /// spill file and cannot be read.
+    /// Copies `len` bytes of one slab (a part of shared memory) to another one, which the caller has leased. The first
+    /// one is pinned, so it cannot be freed meanwhile. Both positions count from the start of the chunk that the slab
+    /// is a part of. Readers see the copy only after it is published. Fails if the bytes are in the spill file and
+    /// cannot be read.
     pub fn copy_slab(
         &self,
         (source, position): (SlabRef, u32),

@@ -1,4 +1,5 @@
-//! Publishes pieces, and counts the uses of slabs.
+//! Makes bytes that a writer has stored in shared memory valid, by one store that survives a crash. Counts what still
+//! needs that memory.
 //!
 //! Terms
 //! * A *slab* is a part of a *chunk*, a unit of shared memory. One writer fills it with bytes that the backing
@@ -131,8 +132,8 @@ impl Arena {
     /// chunk where the piece ends from now on. Does nothing if the piece is dead (without pending bytes) or if `end` is
     /// not inside it.
     ///
-    /// If the file has a memory file, the memory file was truncated too, and an attach reports a record that ends
-    /// beyond its end as damage. The seal is one word, so a crash leaves the old length or the new one.
+    /// If the file has a memory file, that file was truncated too. An attach reports a record that ends beyond its end
+    /// as damage. The seal is one word, so a crash leaves the old length or the new one.
     pub fn shorten_piece(&self, piece_ref: PieceRef, end: u64) {
         let generation = self
             .tables

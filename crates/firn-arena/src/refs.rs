@@ -1,4 +1,4 @@
-//! References to slabs and piece records, and the contents of a stored record.
+//! Small types that identify a part of shared memory or a record in it, and the contents of such a record.
 //!
 //! The *arena* is shared memory with the bytes that are not in the backing directory yet. It is allocated in *chunks*,
 //! which are divided into *slabs*. A *piece* is a range of a file's bytes in a slab, and its *record* is in the table

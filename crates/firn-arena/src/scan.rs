@@ -1,4 +1,5 @@
-//! Reads the valid piece records of all slabs, and reports the damaged ones.
+//! Finds all written bytes that are in shared memory, after a crash or for a check: reads their records, and reports
+//! the damaged ones.
 //!
 //! The *arena* is shared memory with the bytes that are not in the backing directory yet. A *slab* is a part of it that
 //! one writer fills. A *piece* is a range of a file's bytes in it, and its *record* says which range that is. A record

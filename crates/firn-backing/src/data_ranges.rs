@@ -29,6 +29,7 @@ pub struct DataRanges<'a, B: Backing> {
 impl<B: Backing> Iterator for DataRanges<'_, B> {
     type Item = Range<u64>;
 
+    /// Finds the next range of the file that has data, with lseek(2). Returns `None` if only a hole is left.
     fn next(&mut self) -> Option<Range<u64>> {
         let Range { start, end } = self.unsearched;
         if start >= end {

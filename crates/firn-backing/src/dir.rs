@@ -178,8 +178,9 @@ impl DirBacking {
         }
     }
 
-    /// Returns the present path of an object from the top of the backing, as the kernel reports it for the object's
-    /// descriptor. The path is unknown if it is not below the top, or if only other names of the object remain.
+    /// Returns the present path of an open object, relative to the top of the backing. The kernel reports it for the
+    /// object's descriptor. The path is unknown if the object is not below the top. It is also unknown if the name by
+    /// which the object was opened was removed, and others remain.
     fn path_of(&self, fd: BorrowedFd<'_>) -> ObjectPath {
         let Ok(links) = attr::links(fd) else {
             return ObjectPath::Unknown;
@@ -412,6 +413,8 @@ impl Volume for DirBacking {
         })
     }
 
+    /// Makes everything in `scope` durable: by syncfs(2) where that call is enough, and file by file on all other file
+    /// systems. For these the *account of changes* lists what this process has changed and not synced.
     fn sync_scope(&self, scope: SyncScope<'_, Self::Inode>) -> Result<()> {
         match scope {
             SyncScope::All => self.sync_everything(),
@@ -440,6 +443,8 @@ impl Names for DirBacking {
         Ok((self.child(parent, name, inode, &attr), attr))
     }
 
+    /// Creates a regular file for `caller` and opens it. If the file system lets Firn choose the server of a new file,
+    /// `placing` says by what it is chosen: a number that grows with each file, or the name.
     fn create_placed(
         &self,
         caller: &Caller,
@@ -472,6 +477,7 @@ impl Names for DirBacking {
         Ok((inode, created.file, created.attr))
     }
 
+    /// Makes a directory, a symbolic link, or the object of mknod(2), so that it belongs to `caller`.
     fn make(
         &self,
         caller: &Caller,
@@ -502,6 +508,8 @@ impl Names for DirBacking {
         Ok((inode, attr))
     }
 
+    /// Gives an object a further name (linkat(2)), and returns its new attributes. On a file system where each file is
+    /// synced separately, the new path is recorded, so that the next sync finds the object by it.
     fn link(&self, inode: &Self::Inode, parent: &Self::Inode, name: &OsStr) -> Result<Attr> {
         // The kernel sets times, which must not be earlier than times that Firn has set.
         stamps::catch_up();
@@ -538,6 +546,8 @@ impl Names for DirBacking {
         Ok(())
     }
 
+    /// Renames an object, or exchanges two objects (renameat2(2)). On a file system where each file is synced
+    /// separately, the paths of changed objects that are not synced yet are moved too.
     fn rename(
         &self,
         parent: &Self::Inode,
@@ -615,6 +625,7 @@ impl Attributes for DirBacking {
         }
     }
 
+    /// Changes one attribute of the object itself, even if it is a symbolic link, and records that it must be synced.
     fn set_attr(&self, inode: &Self::Inode, change: AttrChange<'_>) -> Result<()> {
         let result = match change {
             // On some file systems older kernels change the mode of a symbolic link and still return an error.
@@ -717,6 +728,7 @@ impl Files for DirBacking {
         fs::seek(&file.fd, from)
     }
 
+    /// Copies bytes between files with one copy_file_range(2), and returns their number, which may be less than `len`.
     fn copy_range(
         &self,
         from: &Self::File,
@@ -750,6 +762,7 @@ impl Files for DirBacking {
         Ok(())
     }
 
+    /// Tells the kernel that the cached pages of a range will be synced soon, or will not be read again.
     fn advise(&self, file: &Self::File, range: Range<u64>, advice: PageAdvice) {
         let len = range.end - range.start;
         match advice {
@@ -784,6 +797,8 @@ impl Files for DirBacking {
         }
     }
 
+    /// Returns a descriptor of an open file for the kernel or another process, with no more rights than `purpose`
+    /// needs. Returns `None` if no descriptor fits.
     fn descriptor(&self, file: &Self::File, purpose: DescriptorUse) -> Option<OwnedFd> {
         let fd = file.fd.as_fd();
         match (purpose, file.access) {
@@ -803,6 +818,8 @@ impl Files for DirBacking {
         }
     }
 
+    /// Continues to use a regular file that an earlier process had open, by its descriptor. Fails with EBADF if the
+    /// descriptor is that of another kind of object, or cannot be used for I/O.
     fn adopt(&self, descriptor: OwnedFd) -> Result<AdoptedBy<Self>> {
         let attr = attr::attr(&descriptor)?;
         let flags = fs::fcntl_getfl(&descriptor)?;

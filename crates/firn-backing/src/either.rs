@@ -144,6 +144,8 @@ impl<L: Backing, U: Backing> Names for Either<L, U> {
         give!(self, parent, |side| side.lookup(parent, name), object)
     }
 
+    /// Creates a file on the side (the lower backing or the layer above it) that this mount uses. The inodes in
+    /// `parent` and `placing` are of the same side, because all inodes come from this backing.
     fn create_placed(
         &self,
         caller: &Caller,

@@ -63,8 +63,8 @@ pub fn write_parts_singly(
     Ok(total_bytes)
 }
 
-/// Implements [`Files::resize`] for a file whose length only the caller changes: calls `set_len` if the length must
-/// change. Always returns true.
+/// Implements [`Files::resize`] with `set_len`, for a file of which only the caller changes the length.
+/// Always returns true, which means that the change is made.
 pub fn resize_by_set_len(
     resize: Resize,
     len: impl FnOnce() -> Result<u64>,

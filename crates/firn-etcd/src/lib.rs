@@ -251,7 +251,8 @@ impl LockService for EtcdService {
         Ok(self.read_queue()?.members.len() > 1)
     }
 
-    /// Renews the lease of etcd, which keeps this host's key and thereby the token, the lock for writing to a lane.
+    /// Renews the lease of etcd, on which this host's key depends, and thereby the token: the lock for writing to an
+    /// I/O server.
     ///
     /// Fails with `Lost` if the lease has ended or may have ended: another host may have the token. After another error
     /// the token is not lost, and the caller tries again.
@@ -269,6 +270,7 @@ impl LockService for EtcdService {
                 format!("its lease in etcd could not be renewed: {error}")
             }
         };
+        // The key stays known, so that `give_back` removes it if etcd still has it.
         self.lease = None;
         Err(ServiceError::Lost { why })
     }

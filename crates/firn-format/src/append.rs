@@ -179,8 +179,8 @@ impl SlabCursor {
         })
     }
 
-    /// Publishes a new piece, a range of a file's bytes in the slab. The caller has stored the bytes. `modified` is the
-    /// time of the write. Returns the index of the piece's record.
+    /// Makes bytes that the caller has stored in the slab (a part of shared memory) valid, as a new piece: a range of a
+    /// file's bytes. `modified` is the time of the write. Returns the index of the piece's record.
     ///
     /// Fails with [`AppendError::Revoked`] if firnd, which grants leases, has ended this one; then nothing is
     /// published.
@@ -217,9 +217,9 @@ impl SlabCursor {
         Ok(record)
     }
 
-    /// Publishes `added` bytes, which the caller has stored directly after the last piece, as a part of that piece. A
-    /// piece is a range of a file's bytes in the slab; its seal is the word that makes its bytes count. `modified` is
-    /// the time of the write.
+    /// Makes `added` bytes valid that the caller has stored directly after the last piece, as a part of that piece. A
+    /// piece is a range of a file's bytes in shared memory; its seal is the word that makes its bytes count. `modified`
+    /// is the time of the write.
     ///
     /// Fails if firnd has frozen the piece or ended the lease. Then nothing is published.
     #[inline(always)]

@@ -24,8 +24,8 @@ use firn_trust::{Distrust, Expected, FileMetadata};
 pub const TOP: &str = ".firn";
 /// Name of the directory in `.firn/` for the logs of files that several hosts write.
 pub const LOGS: &str = "log";
-/// Name of the directory in `.firn/` for files without a name yet of a stub tree, a mount point of empty files on
-/// tmpfs.
+/// Name of the directory in `.firn/` for new files that have no name yet. They belong to a stub tree, a mount point
+/// with empty files on tmpfs.
 pub const STUBS: &str = "stub";
 
 /// Bits of a mode that give the file type (`S_IFMT`).
@@ -376,7 +376,8 @@ pub fn write_new_file<B: Backing>(
     }
     let (_, file, _) = base.create(&own_caller(), parent, temporary_name, FILE_MODE)?;
     write_all(base, &file, bytes, 0)?;
-    base.sync(&file, false)
+    let data_only = false;
+    base.sync(&file, data_only)
 }
 
 /// Writes all bytes at `offset`, with as many pwrite(2) calls as necessary.

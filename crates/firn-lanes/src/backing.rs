@@ -89,6 +89,8 @@ impl<B: Backing> Volume for Lanes<B> {
         Ok(total)
     }
 
+    /// Makes everything in `scope` durable, first in the lanes (the directories with data), and then in the primary,
+    /// the directory with all names.
     fn sync_scope(&self, scope: SyncScope<'_, LanesInode<B>>) -> Result<()> {
         match scope {
             SyncScope::All => {
@@ -129,6 +131,9 @@ impl<B: Backing> Names for Lanes<B> {
         self.resolve(parent, name, inode, attr)
     }
 
+    /// Creates a file and opens it. The rule chooses the lane for its data, a directory on a server of its own. Usually
+    /// the name decides that the file has or will get. A file that is in no lane has its data in the directory with all
+    /// names.
     fn create_placed(
         &self,
         caller: &Caller,
@@ -176,6 +181,8 @@ impl<B: Backing> Names for Lanes<B> {
         self.create_by_name(rule, &final_name, &new_file)
     }
 
+    /// Makes a directory, a symbolic link or a node in the primary, the directory with all names. A node that is a
+    /// regular file is created as any other file, because its data may belong in a lane.
     fn make(
         &self,
         caller: &Caller,
@@ -220,6 +227,8 @@ impl<B: Backing> Names for Lanes<B> {
         self.run_unlink(pending_unlink, || self.primary.remove(parent, name, what))
     }
 
+    /// Renames an object in the primary, the directory with all names. The data of a file stays in its lane. If the
+    /// rename replaces a file and that name was its last one, the replaced file is also removed from its lane.
     fn rename(
         &self,
         parent: &LanesInode<B>,
@@ -283,6 +292,8 @@ impl<B: Backing> Names for Lanes<B> {
 }
 
 impl<B: Backing> Attributes for Lanes<B> {
+    /// Returns the attributes of an object as programs see them. Those of a file with its data in a lane come from two
+    /// places: the identity from its link in the primary, and all others from the file in the lane.
     fn stat(&self, target: TargetOf<'_, Self>, freshness: Freshness) -> Result<Attr> {
         match target {
             Target::Inode(inode) => {
@@ -312,6 +323,8 @@ impl<B: Backing> Attributes for Lanes<B> {
         }
     }
 
+    /// Changes an attribute where the data of the file is: in its lane, or in the primary (the directory with all
+    /// names). The attribute by which Firn finds the file's link is hidden, and cannot be changed.
     fn set_attr(&self, inode: &LanesInode<B>, change: AttrChange<'_>) -> Result<()> {
         match change {
             // Programs do not see the attribute that ties a file in a lane to its link.
@@ -397,6 +410,8 @@ impl<B: Backing> Files for Lanes<B> {
         })
     }
 
+    /// Writes parts to a file, in its lane (the directory with its data) if it has one, and returns the number of bytes
+    /// written. If the lane is full, files that wait for their removal are removed, and the write is tried once more.
     fn write_parts(&self, file: &LanesFile<B>, parts: &[DataPart<'_>]) -> Result<u64> {
         if file.placed.is_some() {
             // Recorded before the write: a full lane gets new files again only when it has space for two of the longest
@@ -426,6 +441,8 @@ impl<B: Backing> Files for Lanes<B> {
         Ok(written_bytes)
     }
 
+    /// Copies bytes between files, and returns their number. The file system copies if both files are in one lane
+    /// (directory for data); otherwise the bytes are read and written here.
     fn copy_range(
         &self,
         from: &LanesFile<B>,

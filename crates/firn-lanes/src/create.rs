@@ -38,7 +38,8 @@ const COUNTED_MAX: usize = 256;
 /// Time within which a lane must create a file. A slower lane counts as hanging, and another lane is tried.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Kind of the topics of this crate, which has only this kind.
+/// Number of the kind of object on which calls of this crate may hang, for the worker threads: a lane. There is no
+/// other kind.
 const TOPIC_KIND_LANE: u8 = 0;
 
 /// A created file as [`Backing::create`] returns it: the object, the open file, and its attributes.
@@ -355,19 +356,20 @@ impl<B: Backing> Lanes<B> {
             return Ok(created);
         }
         // All lanes that do not hang have failed, so the first hanging lane that answers is used.
+        let (no_minimum, no_timeout) = (None, None);
         for lane in hanging {
-            self.start_attempt(attempts, lane, None, owner, new_file)?;
+            self.start_attempt(attempts, lane, no_minimum, owner, new_file)?;
         }
         while !attempts.in_progress.is_empty() {
-            if let Some(created) = self.wait_for_attempt(attempts, None)? {
+            if let Some(created) = self.wait_for_attempt(attempts, no_timeout)? {
                 return Ok(created);
             }
         }
         Err(attempts.error())
     }
 
-    /// Creates a file in one of the lanes (directories on servers) that have less space than a new file must have, the
-    /// one with the most space first. Returns `None` if all of them fail.
+    /// Creates a file in a lane (a directory on a server) that has less space than a new file should have. Tries the
+    /// lane with the most space first. Returns `None` if all of them fail.
     fn create_in_full_lane(
         &self,
         attempts: &mut Attempts<B>,
@@ -381,7 +383,9 @@ impl<B: Backing> Lanes<B> {
             if free_bytes == 0 {
                 continue;
             }
-            self.start_attempt(attempts, lane, None, owner, new_file)?;
+            // The lane has less space than it should have, but the file may still fit.
+            let no_minimum = None;
+            self.start_attempt(attempts, lane, no_minimum, owner, new_file)?;
             let created = self.wait_for_attempt(attempts, Some(ANSWER_TIMEOUT))?;
             if created.is_some() {
                 return Ok(created);
@@ -401,8 +405,9 @@ impl<B: Backing> Lanes<B> {
         Some(self.min_free_bytes())
     }
 
-    /// Creates the file's symbolic link in the staging directory, and starts the creation of the file on a thread of
-    /// the lane, which may hang there. `required_bytes` is the number of free bytes that the lane must have.
+    /// Starts to create a file in a lane, on a thread of that lane, because the call may hang. Before that, creates the
+    /// file's symbolic link in the staging directory. `required_bytes` is the number of free bytes that the lane must
+    /// have.
     fn start_attempt(
         &self,
         attempts: &mut Attempts<B>,

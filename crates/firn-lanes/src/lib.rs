@@ -382,8 +382,9 @@ impl<B: Backing> Lanes<B> {
         Ok((parent.child_inode(name, inode), attr))
     }
 
-    /// Returns the file to which a link leads, with the attributes of the file in the lane. Returns `None` if the link
-    /// is not Firn's own (the file has no matching mark), or if the file is missing.
+    /// Returns the file to which a link leads, with the attributes of the file in the lane. Returns `None` if the file
+    /// is missing. Also returns `None` for a link that is not Firn's own: the file then has no mark, an attribute, that
+    /// names this link.
     fn follow(&self, link: &B::Inode, attr: &Attr) -> Result<Option<(PlacedFile<B>, Attr)>> {
         let target = self.primary.readlink(link)?;
         let Some(LinkTarget {

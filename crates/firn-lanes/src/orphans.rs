@@ -148,10 +148,11 @@ impl<B: Backing> Lanes<B> {
         }
     }
 
-    /// Returns this primary's files in a lane to which none of the links leads. `lane` is the index of the lane, and
-    /// `links` has the inode numbers of the links.
+    /// Returns the files in a lane (a directory for data) to which no link leads. `lane` is the index of the lane, and
+    /// `links` has the inode numbers of all links. Files that belong to another directory of names are left out.
     ///
-    /// An empty file without a mark is included, because a crash interrupted its creation before the mark was written.
+    /// An empty file without a mark, the attribute that names its link, is included. A crash interrupted its creation
+    /// before the mark was written.
     fn find_files_without_link(&self, lane: usize, links: &HashSet<u64>) -> Result<Vec<Orphan>> {
         let backing = &self.setup.lanes[lane].backing;
         let root = backing.root();

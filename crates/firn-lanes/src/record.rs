@@ -130,8 +130,8 @@ impl Record {
         Ok(())
     }
 
-    /// Reads the record: the id of this primary and the paths of its lanes. Returns `None` if a crash came before its
-    /// first file was written.
+    /// Reads which lanes (directories for data) a primary, the directory with all names, has ever had, and the id of
+    /// the primary. Returns `None` if a crash came before the first file of this record was written.
     fn read<B: Backing>(dir: &VoteDir<'_, B>) -> Result<Option<Self>, RecordError> {
         let Some(id_bytes) = read_file(dir, PRIMARY)? else {
             return Ok(None);

@@ -255,7 +255,8 @@ fn open_foreign_file(new: &NewFile<'_>) -> Result<(OwnedFd, Stat)> {
     Ok((file, stat))
 }
 
-/// Parses servers that are numbers. The error names the first one that is not a number with this `meaning`.
+/// Parses the names of servers, which are numbers on this file system. The error names the first one that is none, and
+/// says by `meaning` what is expected.
 fn parse_numbers<N: TryFrom<u64>>(
     servers: &[OsString],
     meaning: &str,

@@ -105,7 +105,8 @@ impl<B: Backing> Appender<B> {
             state.end
         };
         // The lock is not held during the sync, so other threads may append.
-        backing.sync(&self.file, true)?;
+        let data_only = true;
+        backing.sync(&self.file, data_only)?;
         let mut state = self.state.lock();
         let has_synced_more = appended_end > state.synced;
         state.synced = state.synced.max(appended_end);

@@ -478,21 +478,23 @@ impl<B: Backing> Container<B> {
     }
 
     /// Finds from where each byte of the file comes (a log, the plain file, a hole), for the next range of `walk`.
-    /// Returns segments: ranges with one source each. The list is empty at the end of the walk or of the file.
+    /// Returns ranges with one source each. The list is empty at the end of the walk or of the file.
     ///
-    /// The changes of bytes are in the resolver (recent ones, in memory) and in the tables (older ones, in files). The
-    /// range is halved until its pieces fit in memory. After a range with few pieces the next one is twice as long.
+    /// Recent changes of bytes are in memory (the resolver), and older ones in sorted files (the tables). Each consists
+    /// of *pieces*, ranges of the file. If a range has too many pieces for the memory, it is halved. After a range with
+    /// few pieces, the next one is twice as long.
     fn try_next_segments(&self, backing: &B, walk: &mut Walk) -> TableResult<Vec<Segment>> {
         loop {
             let mut range = walk.next_range();
             let pieces_max = self.memory.pieces_max();
             // The shortest step cannot be halved, so it may hold any number of pieces.
             let is_shortest_step = range.end - range.start <= WALK_BYTES_MIN;
-            let mut layers = LayersInRange::new(if is_shortest_step {
+            let pieces_max_of_step = if is_shortest_step {
                 u64::MAX
             } else {
                 pieces_max
-            });
+            };
+            let mut layers = LayersInRange::new(pieces_max_of_step);
             let (length_changes, tables, mut pieces_fit) = {
                 let view = self.view.lock();
                 range.end = range.end.min(view.resolver.len());
@@ -573,8 +575,8 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    /// Creates logs and an index (the list of their changes) for a new life of this host, numbered one above its last
-    /// life in the container.
+    /// Creates logs and an index, the list of their changes, for a new life of this host. Lives are numbered, and this
+    /// one follows the host's last life in the container.
     fn create_own_log(&self, backing: &B) -> Result<Arc<OwnLog<B>>> {
         let last_life = own::list(backing, &self.dir)?
             .iter()
@@ -590,7 +592,8 @@ impl<B: Backing> Container<B> {
             writer.clone(),
             self.turn,
         )?);
-        let state = IndexState::new(writer.clone(), true);
+        let is_own = true;
+        let state = IndexState::new(writer.clone(), is_own);
         self.view.lock().indexes.insert(writer.id(), state);
         Ok(own_log)
     }

@@ -1,4 +1,5 @@
-//! The effect of cuts on one index. A *cut* shortens the file, and so hides bytes of earlier changes.
+//! Which bytes a truncation of a file hides, if several hosts write the file and each lists its changes in an index of
+//! its own.
 //!
 //! Terms
 //! * Index: the list of the changes that one host made. A *frame* is one of its entries.

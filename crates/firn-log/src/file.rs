@@ -395,8 +395,8 @@ impl<B: Backing> LoggedFile<B> {
     /// Opens new generations (containers with logs of the file), reads all indexes, and drops generations that are flat
     /// or removed.
     ///
-    /// Runs in one thread at a time. Two threads would both open a new container, and one of the two objects would be
-    /// dropped together with its state of this host's own logs.
+    /// Runs in one thread at a time. Two threads would both open a new container. One of the two objects would be
+    /// dropped, together with its state of this host's own logs.
     fn refresh_exclusively(&self, context: &LayoutContext<'_, B>) -> Result<()> {
         let mut containers = self.list(context)?;
         containers.sort_unstable();
@@ -920,8 +920,8 @@ impl<B: Backing> LoggedFile<B> {
             Err(OwnError::Backing(error)) if is_gone(error) => return Ok(()),
             Err(error) => return Err(error.into()),
         };
-        // The mark says that this host is removing, or has removed, the last name. This check follows the creation: a
-        // host that removes the last name marks only containers that exist by then.
+        // Marks the container if this host has removed the last name of the file (DEAD) or is removing it (DYING). This
+        // check follows the creation, because the removal marks only containers that exist by then.
         if self.is_removed.load(Ordering::Acquire) {
             own::replace_file(context.backing, &dir, DEAD, context.host.as_bytes())?;
         } else if self.is_dying.load(Ordering::Acquire) {
@@ -1186,8 +1186,8 @@ impl<B: Backing> LoggedFile<B> {
         lifecycle.renew_head(head, &is_other_alive, reporter)
     }
 
-    /// Finishes what dead hosts left: removes containers that are flat (their bytes are in the plain file), and
-    /// completes or removes containers without a head, the link that makes them valid.
+    /// Finishes what dead hosts left. A container (directory with logs) is removed if all its bytes are in the plain
+    /// file. One without a head, the link that makes it valid, gets its head or is removed.
     fn finish_unfinished_containers(
         &self,
         context: &LayoutContext<'_, B>,
@@ -1332,8 +1332,9 @@ impl<B: Backing> Generation<B> {
         Ok(())
     }
 
-    /// Seals the generation (no host may write to it then), copies its bytes to the plain file `inode` and removes its
-    /// container, as far as other hosts allow. Hosts share the copy in parts of `unit_bytes` bytes.
+    /// Copies the bytes of this generation (a container with logs) to the plain file `inode` and removes the container,
+    /// as far as other hosts allow. Before that it is sealed: no host may write to it any more. Hosts share the copy in
+    /// parts of `unit_bytes` bytes.
     fn flatten(
         &self,
         context: &LayoutContext<'_, B>,

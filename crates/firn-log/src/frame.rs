@@ -86,8 +86,10 @@ const SEEN_ENTRY_BYTES_MAX: usize = 30;
 
 impl Cut {
     /// Splits a cut (a change that shortens the file) into several cuts that each fit in a frame, an entry of an index.
-    /// A cut lists how far its host had read the index of each other host, so with many hosts it is longer than a frame
-    /// may be. All parts shorten the file to the same length, and each lists some of the hosts.
+    /// All parts shorten the file to the same length.
+    ///
+    /// A cut lists how far its host had read the index of each other host. With many hosts it is longer than a frame
+    /// may be. So each part lists some of the hosts.
     pub(crate) fn split(self) -> Vec<Self> {
         let len = self.len;
         let empty_part = || Self {

@@ -76,8 +76,8 @@ pub(crate) fn read_part<B: Backing>(
     })
 }
 
-/// Returns whether an index is damaged at `offset`, where no valid frame (entry) begins: a later frame says that bytes
-/// after `offset` were synced.
+/// Distinguishes damage in an index from its ordinary end: `offset` is where no valid frame (entry) begins. Returns
+/// whether a later frame says that bytes after `offset` were durable; then the index is damaged.
 pub(crate) fn has_synced_frame_after<B: Backing>(
     backing: &B,
     index: &B::File,

@@ -295,6 +295,7 @@ impl<B: Backing> OrphanSearch<'_, B> {
             missing,
             unknown,
         } = search_files(self.backing, undecided)?;
+        // A later search decides on these.
         orphans.waiting.extend(unknown);
         for name in found {
             self.unmark_if_over(&name)?;
@@ -305,8 +306,9 @@ impl<B: Backing> OrphanSearch<'_, B> {
         Ok(orphans)
     }
 
-    /// Removes the containers that the removing hosts have marked as those of removed files. Returns the containers
-    /// with a state that depends on whether their file exists.
+    /// Removes the containers (directories with logs) of files that have lost their last name. The host that removes a
+    /// file says so by a *mark*, a file in each container. Returns the containers that have to be kept or removed
+    /// depending on whether their file exists.
     fn handle_by_mark(
         &self,
         scope: SearchScope,
@@ -347,8 +349,8 @@ impl<B: Backing> OrphanSearch<'_, B> {
         Ok(())
     }
 
-    /// Removes a container whose file does not exist. If it may have writes and no host marked it for removal, it is
-    /// only added to the lost ones.
+    /// Removes a container, a directory with logs, after its file was found missing. If it may have writes and no host
+    /// marked it for removal, it is kept and only added to the lost ones.
     fn handle_without_file(&self, name: String, orphans: &mut Orphans) -> Result<()> {
         let container = match self.find(&name)? {
             ContainerLookup::Trusted(container) => container,

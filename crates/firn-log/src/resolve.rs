@@ -158,8 +158,8 @@ impl Layer {
     }
 }
 
-/// Returns the layers of a change: one for each run, which is pieces at equal distances. Their bytes follow each other
-/// in the span.
+/// Splits a change into layers, one for each of its runs, which are pieces of the file at equal distances. The bytes of
+/// the runs follow each other in `span`, the range of a log with the written bytes.
 pub(crate) fn layers_of(
     key: ChangeKey,
     span: Option<&Span>,
@@ -321,8 +321,8 @@ impl LengthChanges {
         len
     }
 
-    /// Returns the segments of `range` (ranges with one source each), in order and without gaps, by `layers`. The file
-    /// must have the whole range.
+    /// Finds from where each byte of `range` comes. Returns segments, ranges with one source each, in order and without
+    /// gaps. `layers` has all changes of bytes in the range. The file must have the whole range.
     pub(crate) fn resolve(&self, range: Range<u64>, layers: LayersInRange) -> Vec<Segment> {
         let mut layers = layers.layers;
         // The oldest comes first. Layers of one change should not overlap; if a damaged index has such layers, the
@@ -346,8 +346,8 @@ impl LengthChanges {
         self.choose_newest(range, &layers, parts)
     }
 
-    /// Returns the segments of `range`. The value of a byte comes from the newest of `parts`, pieces of changes, that
-    /// contains it.
+    /// Returns the segments of `range`, which are ranges with one source each. The value of a byte comes from the
+    /// newest of `parts`, pieces of changes, that contains it.
     ///
     /// Goes through the range once, with a heap of the parts that contain the present position, the newest on top.
     fn choose_newest(

@@ -172,7 +172,8 @@ impl<B: Backing> Lifecycle<'_, B> {
         self.run_exclusively(&mut || self.salvage_exclusively(unit_bytes, reporter))
     }
 
-    /// Gives up what cannot be read. The caller holds the container's exclusive lock.
+    /// Gives up the damaged parts of a container, a directory with the logs and indexes of all hosts. The rest can then
+    /// be copied to the plain file. The caller holds the container's exclusive lock.
     ///
     /// Finds the readable parts of the indexes, then the damaged blocks of the logs. Reports all losses, makes the
     /// report durable, and puts the new seal, which says how much of each index counts.
@@ -221,7 +222,7 @@ impl<B: Backing> Lifecycle<'_, B> {
     }
 
     /// Reports the lost parts of the indexes, and then the damaged bytes of the logs. Adds the blocks of these bytes to
-    /// the seal.
+    /// the seal, by which all hosts know what was given up.
     fn report_losses(
         &self,
         indexes: &BTreeMap<Writer, ReadableIndex>,
@@ -273,8 +274,8 @@ impl<B: Backing> Lifecycle<'_, B> {
         Ok(())
     }
 
-    /// Visits the damaged bytes of the file, except those in parts that are flat (in the plain file already), and adds
-    /// their blocks to the seal.
+    /// Visits the damaged bytes of the file, and adds the blocks of logs with these bytes to the seal. So all hosts
+    /// give up the same ones. Leaves out parts that are flat, that is, in the plain file already.
     fn visit_lost_bytes(
         &self,
         seal: &mut Seal,
@@ -326,7 +327,8 @@ impl<B: Backing> Container<B> {
             let index = match own::find_file(backing, &self.dir, &writer.index_name())? {
                 Some(inode) => {
                     let file = backing.open(&inode, Access::Read)?;
-                    backing.sync(&file, true)?;
+                    let data_only = true;
+                    backing.sync(&file, data_only)?;
                     salvage_index(backing, &file, writer.id(), limit)?
                 }
                 None => ReadableIndex::missing(limit),

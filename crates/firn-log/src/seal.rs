@@ -397,7 +397,8 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
                 let number = number.parse().map_err(|_| Errno::INVAL)?;
                 self.copy_logs(seal.range_of(number), plain_file)?;
                 // The bytes are durable before the part is marked as copied.
-                self.backing.sync(plain_file, false)
+                let data_only = false;
+                self.backing.sync(plain_file, data_only)
             }
         }
     }
@@ -612,7 +613,8 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
             last_number,
             &|modified| {
                 self.set_modified(inode, plain_file, modified)?;
-                self.backing.sync(plain_file, false)
+                let data_only = false;
+                self.backing.sync(plain_file, data_only)
             },
         )
     }

@@ -39,7 +39,8 @@ pub(crate) struct Sorter<'a, B: Backing> {
 }
 
 impl<B: Backing> Sorter<'_, B> {
-    /// Makes a table (a sorted part) of the frames of `part` of the index. Each frame comes with its position.
+    /// Writes the changes in a part of the index to a new table, a file with these changes sorted by file offset.
+    /// `frames` are the entries of that part, each with its position in the index.
     pub(crate) fn sort(&self, frames: Vec<(u64, Frame)>, part: Range<u64>) -> Result<()> {
         let mut layers = Vec::new();
         let mut spans = Vec::new();
@@ -114,7 +115,7 @@ impl<B: Backing> Sorter<'_, B> {
         Ok(())
     }
 
-    /// Makes one table of several that cover adjacent parts of the index.
+    /// Makes one table of several that cover adjacent parts of the index. A table is a sorted copy of a part.
     pub(crate) fn merge<'t>(&'t self, tables: &'t [Arc<Table<B>>]) -> Result<()> {
         let (Some(first), Some(last)) = (tables.first(), tables.last()) else {
             return Ok(());
@@ -146,7 +147,8 @@ impl<B: Backing> Sorter<'_, B> {
         self.write_table(level.saturating_add(1), part, contents)
     }
 
-    /// Writes a table of `part` of the index. Removes it after an error. `level` is how often its contents were merged.
+    /// Writes a new table, the sorted copy of a part of the index. Removes it after an error. `level` is how often its
+    /// contents were merged.
     fn write_table(
         &self,
         level: u8,

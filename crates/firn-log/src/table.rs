@@ -572,12 +572,14 @@ impl<B: Backing> Table<B> {
         TableError::Damaged
     }
 
-    /// Returns all layers (pieces of changes) in order, without filling the cache.
+    /// Reads the whole table, and returns its layers (pieces of changes) in order. They are read once, so the blocks do
+    /// not go to the cache.
     pub(crate) fn layers<'a>(
         &'a self,
         backing: &'a B,
     ) -> impl Iterator<Item = TableResult<Layer>> + 'a {
         self.directory.layers.iter().flat_map(move |block| {
+            // If the block cannot be read, the error takes the place of its layers.
             let (bytes, read_error) = match self.read_block(backing, block.location) {
                 Ok(bytes) => (Some(bytes), None),
                 Err(error) => (None, Some(error)),

@@ -126,8 +126,8 @@ pub(crate) struct LastRecord {
     pub(crate) record: Record,
 }
 
-/// Records that a program has set a file's modification time to `time`, so that a host that copies the file's logs into
-/// it sets this time at the end. Returns the last record. It is durable if this call has made it.
+/// Records that a program has set a file's modification time to `time`. A host that copies the file's logs into it sets
+/// the last recorded time at the end. Returns the last record. It is durable if this call has made it.
 ///
 /// A record is a numbered link in `dir`, the directory with the file's logs. `known_number` is the number of a record
 /// that exists, if the caller knows one; the search for a free number begins there. If the last record is `end`, the

@@ -112,6 +112,7 @@ impl fmt::Display for Finding {
 }
 
 impl fmt::Display for Fault {
+    /// Writes what is wrong, what follows from it for reads of the file, and what to do if there is something to do.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Distrusted(why) => write!(f, "{why}"),
@@ -373,8 +374,8 @@ impl<B: Backing> Verifier<'_, B> {
         Ok(seal)
     }
 
-    /// Verifies all frames of an index, and the bytes of logs that they name. `limit` is how many bytes of the index
-    /// count by the seal; `None` without a seal.
+    /// Verifies all frames of an index, the entries of a host's list of changes, and the bytes of logs that they name.
+    /// `limit` is how many bytes of the index count by the seal; `None` without a seal.
     fn verify_index(&mut self, dir: &B::Inode, writer: &Writer, limit: Option<u64>) -> Result<()> {
         let name = writer.index_name();
         let checked_file = CheckedFile {
@@ -494,7 +495,8 @@ impl<B: Backing> Verifier<'_, B> {
             },
         };
         if !is_whole {
-            self.add_finding(Some(&checked_file), None, Fault::Sorted);
+            let no_offset = None;
+            self.add_finding(Some(&checked_file), no_offset, Fault::Sorted);
         }
         Ok(())
     }

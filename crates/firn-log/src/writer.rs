@@ -115,7 +115,7 @@ impl SyncCounter {
 
 impl<B: Backing> OwnLog<B> {
     /// Creates the index of `writer`, the list of its changes, in the container `dir`. `writer` must have a new life,
-    /// so that no index has its name. `turn` selects the lane.
+    /// so that no index has its name. `turn` selects the lane, the server of the bytes.
     pub(crate) fn create(backing: &B, dir: &B::Inode, writer: Writer, turn: u64) -> Result<Self> {
         let name = writer.index_name();
         let name = OsStr::new(&name);
@@ -211,8 +211,10 @@ impl<B: Backing> OwnLog<B> {
         let unsynced_logs = self.logs.lock().unsynced.clone();
         // The index goes to the device together with the logs. A file system with a journal then often commits once.
         self.index.begin_sync(backing);
+        let data_only = true;
         for log in &unsynced_logs {
-            log.ended_writes.sync(|| backing.sync(&log.file, true))?;
+            log.ended_writes
+                .sync(|| backing.sync(&log.file, data_only))?;
         }
         let has_synced_frames = self.index.sync(backing)?;
         self.names.sync(|| backing.sync_dir(&self.dir))?;

@@ -336,9 +336,10 @@ impl Ledger {
         }
     }
 
-    /// Returns how many bytes of older records a snapshot saves once `record` is applied. A snapshot rewrites the
-    /// journal and leaves out records that later ones made void. Called before the record is applied. It is an upper
-    /// bound for a rename.
+    /// Returns by how many bytes the next snapshot gets shorter because of `record`. A snapshot rewrites the journal
+    /// and leaves out older records that later ones made void.
+    ///
+    /// Called before the record is applied. For the end of a rename, the result is an upper bound.
     pub(crate) fn bytes_ended_by(&self, record: &Record) -> usize {
         match record {
             Record::FileIdEnd { file } => match self.files.get(file) {

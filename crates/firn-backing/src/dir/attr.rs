@@ -16,7 +16,8 @@ pub(super) fn attr_now(fd: impl AsFd) -> Result<Attr> {
     call_statx(fd, AtFlags::STATX_FORCE_SYNC)
 }
 
-/// Calls statx(2) with these additional flags.
+/// Reads the attributes of the object of a descriptor by statx(2), with additional `flags`. Fails with EIO for an
+/// object of an unknown kind.
 fn call_statx(fd: impl AsFd, flags: AtFlags) -> Result<Attr> {
     let mask = StatxFlags::BASIC_STATS | StatxFlags::BTIME;
     let stat = statx(fd, c"", AtFlags::EMPTY_PATH | flags, mask)?;

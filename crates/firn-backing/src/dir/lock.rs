@@ -94,7 +94,8 @@ pub(super) fn is_range_free(
     Ok(conflict.l_type == libc::F_UNLCK as i16)
 }
 
-/// Calls fcntl(2) with a command for a range; `mode` `None` unlocks. Returns the lock as the kernel wrote it.
+/// Locks, tests or unlocks a range of bytes by fcntl(2) with `command`. A `mode` of `None` unlocks. Returns the lock as
+/// the kernel wrote it, which for a test shows a conflicting lock, if there is one.
 fn call_fcntl(
     file: BorrowedFd<'_>,
     command: libc::c_int,

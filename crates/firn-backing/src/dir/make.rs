@@ -31,6 +31,7 @@ pub(super) fn create_file(
 ) -> Result<CreatedFile> {
     let NewFile { parent, name, .. } = *new_file;
     let remove_again = || remove_new(parent, name, AtFlags::empty());
+    // The steps of a creation. `create_for_caller` decides which of them to run, and with the ids of which user.
     let steps = CreationSteps {
         create: &|mode| {
             let (fd, lane) = open_new_file(caller, new_file, mode & MODE_BITS, steering)?;

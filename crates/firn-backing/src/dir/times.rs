@@ -21,7 +21,7 @@ pub(super) fn set(inode: impl AsFd, atime: SetTime, mtime: SetTime) -> Result<()
     )
 }
 
-/// Translates a time for utimensat(2).
+/// Returns the argument of utimensat(2) that keeps a time, sets the present time, or sets the given time.
 fn timespec(time: SetTime) -> Timespec {
     match time {
         SetTime::Keep => Timespec {

@@ -1,5 +1,5 @@
-//! The next step of a host at a ballot, as pure functions of what the host sees. The functions know no paths and make
-//! no calls of a backing.
+//! Decides the next step of a host in a decision that several hosts take together, from what the host sees. The
+//! functions are pure: they know no paths and make no calls of a backing.
 //!
 //! A *ballot* is one decision of several hosts, taken by creating files in a shared directory. A *unit* is a part of
 //! the work after the decision, which one host does. A *claim* gives a unit to one host.

@@ -290,8 +290,8 @@ fn explore<S: Model>() -> (Vec<S>, Vec<Vec<u32>>) {
     (states, successors)
 }
 
-/// Returns how many of the states lead to an end (every host is finished, and nothing is left to remove) if no more
-/// hosts crash and all crashed hosts come back. `successors` are those of [`explore`].
+/// Returns how many of the states lead to an end if no more hosts crash and all crashed hosts come back. At an end,
+/// every host is finished, and nothing is left to remove. `successors` are those of [`explore`].
 fn count_that_end<S: Model>(states: &[S], successors: &[Vec<u32>]) -> usize {
     let mut predecessors = vec![Vec::new(); states.len()];
     for (index, successors_of_state) in successors.iter().enumerate() {

@@ -961,7 +961,8 @@ impl<B: Backing> LockThread<B> {
         }
         self.remove_unused(Duration::ZERO);
         if let Some(host_file) = self.host_file.take() {
-            self.remove_if_free(&host_file.file, &host_file_name(&self.host), true);
+            let is_current = true;
+            self.remove_if_free(&host_file.file, &host_file_name(&self.host), is_current);
             self.close_file(&host_file.file, host_file.ino);
         }
         self.shared.state.lock().has_ended = true;

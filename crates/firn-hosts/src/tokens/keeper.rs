@@ -152,9 +152,11 @@ impl LaneToken {
         })
     }
 
-    /// Takes the steps of the keeper, the thread that requests a lane's token and gives it back, until the keeper must
-    /// end. The machine decides each step, and each result of the service is recorded in it. No lock is held during a
-    /// call of the service.
+    /// Runs the keeper, the thread that requests a lane's token and gives it back, until the keeper must end. The token
+    /// is the lock that lets one host at a time write to the lane, an I/O server.
+    ///
+    /// The state machine decides each step, and the result of the step is recorded in it. No lock of this process is
+    /// held during a call of the lock service.
     fn run_keeper(&self, service: &mut dyn LockService) {
         while let Some(step) = self.next_step() {
             match step {
@@ -231,8 +233,8 @@ pub struct Tokens {
 const STOP_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl Tokens {
-    /// Starts a keeper for each service: a thread that requests the token of one lane, an I/O server, and gives it
-    /// back. The services are in the order of the lanes, one for each lane.
+    /// Starts a thread for each lock service, called a keeper. It requests the token of one lane (the lock for writing
+    /// to an I/O server) and gives it back. The services are in the order of the lanes, one for each lane.
     pub fn start(services: Vec<Box<dyn LockService>>, limits: TokenLimits) -> io::Result<Self> {
         let mut tokens = Self { lanes: Vec::new() };
         for (index, mut service) in services.into_iter().enumerate() {

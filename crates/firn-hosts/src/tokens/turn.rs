@@ -52,7 +52,7 @@ pub struct TokenLimits {
 /// What a thread of a lane may do now.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Permit {
-    /// The thread may pick and write. It must hand the use back ([`crate::tokens::LaneToken::leave`]).
+    /// The thread may pick work and write it. It must hand the permit back ([`crate::tokens::LaneToken::leave`]).
     Go(TokenUse),
     /// The thread must wait until the lane is woken, but no longer than this time.
     Wait(Duration),
@@ -215,6 +215,9 @@ pub(crate) struct TokenMachine {
 }
 
 impl TokenMachine {
+    /// Returns the state of a lane, an I/O server, for which this host has no token (the lock for writing there) and
+    /// has requested none. `renew_every` is the interval at which a lock service wants a held token to be renewed;
+    /// `None` if it need not be.
     pub(crate) fn new(limits: TokenLimits, renew_every: Option<Duration>, now: Instant) -> Self {
         Self {
             limits,
@@ -308,8 +311,9 @@ impl TokenMachine {
 
     // ---- the keeper --------------------------------------------------------------------------
 
-    /// Returns the next step of the keeper, the thread that requests the lane's token from the lock service and gives
-    /// it back. The caller takes the step and records its result here.
+    /// Returns the next step of the keeper, the thread that requests a lane's token from the lock service and gives it
+    /// back. The token is the lock for writing to the lane, an I/O server. The caller takes the step and records its
+    /// result here.
     pub(crate) fn next_step(&mut self, now: Instant) -> Step {
         if self.is_returning {
             return Step::GiveBack;
@@ -367,9 +371,9 @@ impl TokenMachine {
         Step::Ask
     }
 
-    /// Returns the next step of the keeper while this host has the token. Gives the token back if no write uses it and
-    /// either other hosts wait and the batch is over, or nothing was written for [`KEEP_UNUSED_FOR`]. A token that is
-    /// overdue is given back even during a write.
+    /// Returns the next step of the keeper, the thread that handles the token, while this host has the token. A token
+    /// that no write uses is given back in two cases: other hosts wait and the batch is over, or nothing was written
+    /// for [`KEEP_UNUSED_FOR`]. A token that is overdue is given back even during a write.
     fn next_step_while_held(&mut self, now: Instant) -> Step {
         let Phase::Held(held) = &self.phase else {
             return Step::Sleep(None);
@@ -434,8 +438,8 @@ impl TokenMachine {
         self.limits.hold * 7 / 8
     }
 
-    /// Records the lock service's answer that other hosts are ahead in the queue for the token, and decides when the
-    /// keeper (the thread that requests the token) asks again.
+    /// Records the lock service's answer that other hosts are ahead in the queue for the token. Decides when the
+    /// keeper, the thread that requests the token, asks again.
     ///
     /// `position.holding` identifies the grant of the present holder. If it differs from the last one, the token passes
     /// from host to host, and waiting is worthwhile.
@@ -582,8 +586,8 @@ impl TokenMachine {
         self.change_phase(Phase::Waiting(waiting), now);
     }
 
-    /// Enters the phase `Without`, in which the lane writes without its token because none came in time, and logs the
-    /// reason. The token affects speed only, so no data is at risk.
+    /// Lets the threads of a lane, an I/O server, write without its token because none came in time, and logs the
+    /// reason. The token is a lock by which hosts take turns. It affects speed only, so no data is at risk.
     ///
     /// If the queue moves but is long, the request stays in the queue. Otherwise the next request comes after `wait`.
     fn continue_without(&mut self, now: Instant) {

@@ -54,6 +54,8 @@ impl Driver for Staged {
         Ok(())
     }
 
+    /// Creates a file in the staging directory of the lane, so that it gets that directory's servers, and then moves it
+    /// to its name. If that is not possible, the file is created at its name, on servers that the file system chooses.
     fn create(&self, new: &NewFile<'_>, lane: usize) -> Result<Created> {
         // Only the kernel can apply a default ACL to a new file, and only in the directory in which the file is
         // created.

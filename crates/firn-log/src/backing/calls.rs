@@ -78,6 +78,8 @@ impl<B: Backing> Volume for LogBacking<B> {
 impl<B: Backing> Names for LogBacking<B> {
     forward!(below: readlink open_dir read_dir);
 
+    /// Returns the object with this name, and its attributes. New bytes of a file may be in logs of hosts, and not in
+    /// the plain file (the ordinary file with the name) yet. The length and the time include them.
     fn lookup(&self, parent: &LogInode<B>, name: &OsStr) -> Result<(LogInode<B>, Attr)> {
         let forget_count = self.forget_count.load(Ordering::Acquire);
         let (plain_inode, plain_attr) = self.below.lookup(&parent.below, name)?;
@@ -95,6 +97,8 @@ impl<B: Backing> Names for LogBacking<B> {
         Ok((inode, plain_attr))
     }
 
+    /// Creates a regular file and opens it. If the configuration chooses its name, the new bytes go to logs, one for
+    /// each host. All other files are written directly.
     fn create_placed(
         &self,
         caller: &Caller,
@@ -148,6 +152,8 @@ impl<B: Backing> Names for LogBacking<B> {
         self.finish_removal(file_losing_name, outcome)
     }
 
+    /// Renames an object. The rename may replace a file and remove its last name. Then the logs of that file are marked
+    /// for removal before the rename, and again after it. So they are removed even if this host dies.
     fn rename(
         &self,
         parent: &LogInode<B>,
@@ -183,6 +189,9 @@ impl<B: Backing> Names for LogBacking<B> {
 }
 
 impl<B: Backing> Attributes for LogBacking<B> {
+    /// Returns the attributes that programs see. The length and the modification time of a file include what is in its
+    /// logs, as far as this host has read them. For an open file, the logs of other hosts are read again if that is
+    /// due.
     fn stat(&self, target: TargetOf<'_, Self>, freshness: Freshness) -> Result<Attr> {
         match target {
             Target::Inode(inode) => {
@@ -203,6 +212,8 @@ impl<B: Backing> Attributes for LogBacking<B> {
         }
     }
 
+    /// Changes an attribute of the plain file, the ordinary file with the name. A copy of logs into that file sets its
+    /// time at the end. So a new time is also recorded beside logs that are just being copied.
     fn set_attr(&self, inode: &LogInode<B>, change: AttrChange<'_>) -> Result<()> {
         let change_plain = || self.below.set_attr(&inode.below, change);
         match change {
@@ -241,6 +252,8 @@ impl<B: Backing> Attributes for LogBacking<B> {
 impl<B: Backing> Files for LogBacking<B> {
     forward!(below: lock);
 
+    /// Opens a file: the plain file with the name and, if bytes of the file are in logs or will go there, the state of
+    /// these logs.
     fn open(&self, inode: &LogInode<B>, access: Access) -> Result<LogFile<B>> {
         let logged = self.open_logged(inode, access)?;
         // The plain file of a logged file is opened for reading even if the program only writes: bytes that lie in the
@@ -260,6 +273,8 @@ impl<B: Backing> Files for LogBacking<B> {
         })
     }
 
+    /// Reads from `offset` until `buf` is full or the file ends, and returns the number of bytes read. Each byte comes
+    /// from the newest log that has it, or else from the plain file.
     fn read_at(&self, file: &LogFile<B>, buf: &mut [u8], offset: u64) -> Result<usize> {
         let Some(descriptor) = &file.logged else {
             return self.below.read_at(&file.below, buf, offset);
@@ -298,6 +313,8 @@ impl<B: Backing> Files for LogBacking<B> {
         Ok(parts.iter().map(DataPart::len).sum())
     }
 
+    /// Changes the length of a file by an entry in the index of this host's log, or directly if the file has no logs.
+    /// Returns false if a change that was under way when firnd died has not taken effect.
     fn resize(&self, file: &LogFile<B>, resize: Resize) -> Result<bool> {
         let Some(logged) = file.file_to_write(Errno::INVAL)? else {
             return self.below.resize(&file.below, resize);
@@ -324,6 +341,8 @@ impl<B: Backing> Files for LogBacking<B> {
         Ok(true)
     }
 
+    /// Does what fallocate(2) does. For a file with logs, a range can be zeroed and the file can be made longer, but no
+    /// space is reserved.
     fn allocate(&self, file: &LogFile<B>, mode: i32, offset: u64, len: u64) -> Result<()> {
         let Some(logged) = file.file_to_write(Errno::BADF)? else {
             return self.below.allocate(&file.below, mode, offset, len);
@@ -372,6 +391,8 @@ impl<B: Backing> Files for LogBacking<B> {
         })
     }
 
+    /// Copies bytes between files, and returns their number. The file system copies between plain files; bytes in logs
+    /// are read and written here. Fails with EINVAL if the ranges overlap in one file.
     fn copy_range(
         &self,
         from: &LogFile<B>,
@@ -427,6 +448,8 @@ impl<B: Backing> Files for LogBacking<B> {
         }
     }
 
+    /// Continues to use a file that an earlier process of this host had open, by its descriptor. The file may have no
+    /// name any more.
     fn adopt(&self, descriptor: OwnedFd) -> Result<AdoptedBy<Self>> {
         let plain = self.below.adopt(descriptor)?;
         // Files are chosen by name, and the name is not known here.
@@ -495,6 +518,9 @@ impl<B: Backing> Sharing for LogBacking<B> {
         }))
     }
 
+    /// Does the work that is due when programs of this host open a file, or have closed it. At an open, what other
+    /// hosts wrote and closed becomes visible. After the last close, the logs are copied to the plain file, now or
+    /// soon.
     fn report_use(&self, file: &LogFile<B>, what: FileUse) -> Result<()> {
         let Some(descriptor) = &file.logged else {
             return self.below.report_use(&file.below, what);
@@ -544,6 +570,8 @@ impl<B: Backing> Sharing for LogBacking<B> {
 impl<B: Backing> Placement for LogBacking<B> {
     forward!(below: lane_of_turn);
 
+    /// Returns what is known of an object without a call of the file system: the I/O server of its data, and how often
+    /// other hosts have changed it. New bytes of a file with logs go to the server of this host's log.
     fn facts(&self, inode: &LogInode<B>) -> Facts {
         let plain = self.below.facts(&inode.below);
         let Some(id) = inode.id else {

@@ -409,8 +409,8 @@ impl<B: Backing> Container<B> {
         true
     }
 
-    /// Fails with EIO if an index (list of a host's changes) has no file, but has bytes that count and that neither
-    /// tables nor given-up parts replace.
+    /// Fails with EIO if the file of an index (list of a host's changes) is missing although bytes of it count. It may
+    /// be missing if tables, its sorted copies, have all these bytes, or if the rest was given up as damaged.
     fn check_missing(&self, writer: &Writer, limit: u64) -> Result<()> {
         let is_sealed = limit != u64::MAX;
         let sorted_end = self.sorted_end(writer);
@@ -511,7 +511,8 @@ impl<B: Backing> Container<B> {
             };
             let index = backing.open(&inode, Access::Read)?;
             // The seal is made from these lengths, so the bytes are durable before the seal.
-            backing.sync(&index, true)?;
+            let data_only = true;
+            backing.sync(&index, data_only)?;
             // Asks the server for the length, as in `read_new_frames`.
             backing.attr_of_file_now(&index)?;
             let sorted_end = self.sorted_end(&writer);

@@ -484,6 +484,8 @@ impl Model for State {
     }
 
     // After an abort, one host undoes the changes alone, once, and when no host changes anything any more.
+    /// Panics if this state breaks a promise of the ballot: one host at a time undoes the changes, only after an abort,
+    /// and no host still makes changes then.
     fn check(&self) {
         let count = |phase: &Phase| {
             self.hosts

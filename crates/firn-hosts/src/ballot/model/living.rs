@@ -256,9 +256,10 @@ impl State {
         add(next);
     }
 
-    /// Adds the states after a host has begun to write to a file, or to flatten it (copy its logs into the plain file)
-    /// if the ballot's directory exists. A writer makes the directory if there is none. Adds none at the last ballot,
-    /// or when no more may be made.
+    /// Adds the states after a host has begun to write to a file. If the ballot's directory exists, also adds the state
+    /// after the host has begun to flatten the file: to copy its logs into the plain file.
+    ///
+    /// A writer makes the directory if there is none. Adds no state at the last ballot, or when no more may be made.
     fn begin(&self, host: usize, add: &mut dyn FnMut(Self)) {
         let mut next = *self;
         match self.history.current() {
@@ -280,7 +281,8 @@ impl State {
             }
             None => return,
         }
-        next.enter(host, Phase::Joining(next_join(true, false)));
+        let (is_open, has_put) = (true, false);
+        next.enter(host, Phase::Joining(next_join(is_open, has_put)));
         add(next);
     }
 
@@ -444,6 +446,8 @@ impl Model for State {
     }
 
     // No unit of work begins twice, too early or beside one that excludes it, and no directory in use is removed.
+    /// Panics if this state breaks a promise of the ballot: no host writes to a file after the copy of its logs has
+    /// begun, and no two hosts do the same unit of that work.
     fn check(&self) {
         let mut units_at_work = Vec::new();
         for host in 0..HOSTS {
