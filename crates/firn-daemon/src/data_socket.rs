@@ -1,11 +1,12 @@
 //! The data socket: gives processes direct access to the arena, the shared memory with the bytes that are not in the
-//! backing yet, and serves the data calls of stubs.
+//! backing yet. On a mount without FUSE it also serves reads and writes of programs.
 //!
 //! Terms
 //! * A *grant* is the right of a process to write one file in the arena itself; a *lease* is its right to fill a
 //!   *slab*, a part of the arena for one writer.
 //! * A *direct list* says where the bytes of a file are in the arena, so that a process can read them there.
-//! * A *stub* is an empty file of a stub tree. The preload library sends the calls of a program on it to this socket.
+//! * A *stub* is an empty file on tmpfs, which a mount without FUSE shows. The preload library sends the calls of a
+//! program on it to this socket.
 //!
 //! Promises
 //! * Only processes of firnd's own user are answered (SO_PEERCRED).

@@ -452,9 +452,12 @@ impl Gate for TransactionGate {
         self.undone_scopes.is_some()
     }
 
-    /// Refuses a change with ECANCELED if the death of an earlier firnd concerns it: its program has to be informed
-    /// that its transaction was aborted, or the handle was not resumed. `is_repeated`: the earlier firnd had the
-    /// request already. Changes by a handle that this firnd has are always admitted.
+    /// Refuses a change with ECANCELED if it would continue work that was lost when an earlier firnd, the serving
+    /// process, died. Either its transaction was aborted and the program does not know that yet, or its open file was
+    /// lost.
+    ///
+    /// `is_repeated`: the earlier firnd had the request already. Changes by a handle that this firnd has are always
+    /// admitted.
     fn admit(
         &self,
         caller: Caller,

@@ -197,8 +197,9 @@ impl HostLease {
         used
     }
 
-    /// Takes the lease of this host (a locked file in the backing that shows that the host lives), unless it has it
-    /// already, and publishes in it a use of the backing (`purpose`) and how this host mounts it (`terms`).
+    /// Shows other hosts that this host uses the backing for `purpose`, and how it mounts the backing (`terms`). Both
+    /// are stored with this host's lease, a locked file in the backing that shows that the host is alive. The lease is
+    /// taken first if the host does not have it yet.
     ///
     /// Fails if another process has the lease, or if the use needs locks that reach other hosts and they do not. The
     /// caller then releases a lease that this call took.
@@ -464,8 +465,9 @@ struct DeadLease {
     purpose: LeaseUse,
 }
 
-/// Returns the unreleased leases of dead mounts that had this arena, the shared memory of a mount. A lease is a locked
-/// file of a host in the backing. It counts only if its free lock proves that the process is dead.
+/// Finds the leases that dead mounts with the arena file `arena` (the mount's shared memory) have left. A lease is a
+/// file in the backing that a living process keeps locked. It counts if it was not released, and if its free lock
+/// proves that the process is dead.
 fn find_leases_of_arena(
     base: &DirBacking,
     backing: &Path,

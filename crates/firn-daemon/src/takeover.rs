@@ -141,14 +141,15 @@ impl TakenOverMount {
         Some(time_from_clock_ticks(last_death))
     }
 
-    /// Returns the scopes from which the kernel may have cached names and bytes of an aborted transaction.
+    /// Returns the paths of aborted transactions of which the kernel may still cache names and bytes. The empty path
+    /// stands for the whole mount.
     fn lost_scopes(&self) -> BTreeSet<Vec<u8>> {
         let contents = &self.resumed.contents;
-        if contents
+        let died_during_abort = contents
             .transactions
             .iter()
-            .any(|stored| stored.entry.is_ending)
-        {
+            .any(|stored| stored.entry.is_ending);
+        if died_during_abort {
             // firnd died during an abort, perhaps after the transaction had ended and before the kernel was informed.
             // The live table has no path of the transaction, so the whole mount counts.
             return BTreeSet::from([Vec::new()]);
@@ -159,7 +160,7 @@ impl TakenOverMount {
         }
         match self.last_loss() {
             // The firnd that aborted the transactions has died too, and the live table has no full paths. So the whole
-            // mount counts, which is the scope with the empty path.
+            // mount counts.
             Some(loss) if uptime().saturating_sub(loss) < RECENT_LOSS => {
                 BTreeSet::from([Vec::new()])
             }

@@ -1,4 +1,5 @@
-//! Opens a backing that is not mounted on this host, and describes what is found there without a use.
+//! Opens a backing (the directory that a mount serves) while it is not mounted on this host, for commands such as a
+//! repair. Also the report about files that nothing refers to.
 
 use std::path::{Path, PathBuf};
 
