@@ -414,9 +414,10 @@ impl CommitRules {
         }
     }
 
-    /// Returns a change with the paths of its objects, by which the rules find the checkpoint. `None` if an object has
-    /// no known name; it is then in no checkpoint. A new length (`Cut`) and a new object that is not opened (`Make`)
-    /// are plain changes for the rules.
+    /// Replaces the inodes of a change by paths, because the rules recognise a checkpoint by its paths. `None` if an
+    /// object has no known name; it is then in no checkpoint.
+    ///
+    /// A new length (`Cut`) and a new object that is not opened (`Make`) are plain changes for the rules.
     fn locate_change(&self, change: &WatchedChange) -> Option<OwnedChange> {
         Some(match change {
             WatchedChange::Open(inode) => OwnedChange::Open(self.locate_file(*inode)?),
@@ -1012,9 +1013,11 @@ impl ChangeWatch for CommitRules {
         self.table.lock().handles.contains_key(&handle.0)
     }
 
-    /// Reports that a process closes a handle of a checkpoint's file. The file counts as closed now if the process that
-    /// opened it was killed, or if neither that process nor a descendant has another descriptor of it; otherwise when
-    /// the kernel releases the handle. A close that completes the checkpoint commits it and returns that result.
+    /// Handles a close(2) of a file. If the file belongs to a checkpoint and this close completes it, the checkpoint is
+    /// committed, and the result is that of the commit.
+    ///
+    /// The file counts as closed now if the process that opened it was killed, or if neither that process nor a
+    /// descendant has another descriptor of it. Otherwise it counts as closed when the kernel releases the handle.
     fn close(&self, caller: Caller, handle: HandleId, closing: Closing) -> Result<(), Errno> {
         // A close by a killed process means that its file may be incomplete.
         let ending = match closing {

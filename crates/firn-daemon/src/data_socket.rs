@@ -591,6 +591,7 @@ impl<B: Backing> ClientSession<'_, B> {
     /// handle of the file.
     fn grant_write(&self, request: &Request) -> Answer {
         let token = HandleId(request.token);
+        // Like each change, this waits while a transaction above the file begins or ends.
         let granted = self.shared.with_pass(token, || {
             let direct_access = &self.shared.engine.direct_access;
             direct_access.grant_direct_access(self.client, token)

@@ -87,10 +87,11 @@ pub(crate) struct LockedFile {
 }
 
 impl LockedFile {
-    /// Locks the file `opened`, or resumes the lock of a firnd that died. The keeper, which starts the next firnd, has
-    /// then held the locked descriptor (`keeper_copy` says under which tag). The keeper gets the new lock too.
+    /// Locks the file `opened`. If this firnd continues the mount of one that died, the keeper (the process that starts
+    /// the next firnd) still holds the locked descriptor, and the lock is resumed from it.
     ///
-    /// `wait` is called if another process has the lock. It returns once the file is locked, or fails.
+    /// `keeper_copy` is the keeper, and the tag under which it has or gets a copy of the descriptor. If another process
+    /// has the lock, `wait` is called; it returns once the file is locked, or fails.
     fn lock(
         opened: OwnedFd,
         sharing: LockSharing,

@@ -202,9 +202,10 @@ fn checkpoint_keys(rules: &[String], scopes: &[Vec<u8>]) -> Vec<Vec<u8>> {
         .collect()
 }
 
-/// Drops the data in this arena (the host's shared memory) that belongs to transactions which this mount cannot end:
-/// those of other participants or of another host name. Only a mount with the same participants and host name, or `firn
-/// recover`, ends such a transaction. Here the transaction stays as it is.
+/// Drops the data in this arena (the host's shared memory) that belongs to transactions which this mount cannot end.
+/// They were begun with other participants, or under another host name.
+///
+/// Such a transaction stays as it is: only a mount with those participants and that name, or `firn recover`, ends it.
 fn drop_data_of_other_staging_owners(
     backing: &Path,
     directory: &DirBacking,

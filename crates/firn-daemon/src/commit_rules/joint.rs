@@ -347,8 +347,10 @@ impl CommitRules {
     }
 
     /// Renames this host's names of a checkpoint as another host has renamed its own, for example from `step_5.tmp` to
-    /// `step_5`. That rename was the event that completes the checkpoint, and is in the ballot, the directory in which
-    /// the hosts agree. Each event is followed once.
+    /// `step_5`. By the commit rule, that rename completes the checkpoint. The other host has recorded it in the
+    /// `ballot`, the directory in which the hosts agree.
+    ///
+    /// It is followed once; further calls do nothing.
     fn follow_renames(
         &self,
         scope: ScopeNumber,
@@ -433,9 +435,10 @@ impl CommitRules {
         Ok(renamed?)
     }
 
-    /// Returns the state of this host's part of a checkpoint (what its programs wrote) and the next step of its commit;
-    /// `None` if this host has no part. `view` is what the hosts have published, and `dead` are the hosts that do not
-    /// live any more.
+    /// Decides the next step of a checkpoint's commit on this host. Also returns the state of this host's part: what
+    /// its programs wrote. `None` if this host has no part.
+    ///
+    /// `view` is what the hosts have published, and `dead` are the hosts that do not live any more.
     fn find_step(
         &self,
         scope: ScopeNumber,
