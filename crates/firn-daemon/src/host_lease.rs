@@ -577,8 +577,11 @@ fn this_process_as_holder(host: &str) -> Result<Holder, AttachError> {
     Holder::this_process(host).map_err(AttachError::io("read the boot id of this host"))
 }
 
-/// Resumes the lease of a firnd that died from the locked descriptor that the keeper has held. `None` if there is none,
-/// or if it is not this lease any more; the keeper drops it then. The caller takes the lease anew in that case.
+/// Resumes the lease of a serving process that died: the locked file that shows other hosts that this one is alive. The
+/// keeper, the process that started this one, has kept its locked descriptor open.
+///
+/// `None` if there is no such descriptor, or if it is not of this lease any more; the keeper drops it then. The caller
+/// takes the lease anew in that case.
 fn resume_kept_lease(
     link: &KeeperLink,
     base: &DirBacking,

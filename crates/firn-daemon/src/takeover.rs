@@ -68,9 +68,11 @@ pub(crate) struct TakenOverMount {
 }
 
 impl TakenOverMount {
-    /// Opens what the dead firnd has left for this one, which continues its mount: the live table, a mapped file that
-    /// lists what the kernel knows. `connection` has the descriptors that the keeper has held. Fails if the table
-    /// cannot be used.
+    /// Opens what a dead serving process has left for this one, which continues its mount: the live table, a mapped
+    /// file that lists what the kernel knows. Fails if the table cannot be used.
+    ///
+    /// `connection` has the descriptors of the mount, which the keeper (the process that started this one) has kept
+    /// open.
     pub(crate) fn open(
         files: &RuntimeFiles,
         connection: ResumedConnection,
@@ -213,8 +215,11 @@ impl TakenOverMount {
     }
 }
 
-/// Gives up the open files of programs that have lost file locks; these programs get EIO. A lock is lost if the keeper
-/// has not held its lock file open since the earlier firnd died: another host may have taken it.
+/// Gives up the open files of programs that have lost file locks; these programs get EIO. All hosts see a lock as a
+/// lock of a second file, its *lock file*.
+///
+/// A lock is lost if its lock file is not in `kept`: no process had that file open after the earlier serving process
+/// died, so another host may have taken the lock.
 fn abandon_handles_without_locks(resumed: &Resumed, kept: &[KeptLockFile]) {
     let is_kept = |lock: &FileLock| kept.iter().any(|file| file.ino == lock.lock_file);
     let mut handles_without_locks = HashSet::new();
@@ -571,8 +576,9 @@ impl Part for Takeover {
     }
 }
 
-/// Returns the FUSE connection that the keeper has held since the last firnd died; `None` for a new mount, or for a
-/// stub tree (empty files on tmpfs), which has no connection.
+/// Returns the FUSE connection of a mount whose serving process died, with what else the keeper (the process that
+/// started this one) has kept open. `None` for a new mount, or for a stub tree (empty files on tmpfs), which has no
+/// connection.
 pub(crate) fn connection_of_resumed_mount(
     resumed: Option<ResumedMount>,
 ) -> Option<ResumedConnection> {

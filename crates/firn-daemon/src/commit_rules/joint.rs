@@ -347,10 +347,10 @@ impl CommitRules {
     }
 
     /// Renames this host's names of a checkpoint as another host has renamed its own, for example from `step_5.tmp` to
-    /// `step_5`. By the commit rule, that rename completes the checkpoint. The other host has recorded it in the
-    /// `ballot`, the directory in which the hosts agree.
+    /// `step_5`. The other host has recorded its renames in the `ballot` (the directory in which the hosts agree), with
+    /// the event that completes the checkpoint.
     ///
-    /// It is followed once; further calls do nothing.
+    /// Only the first call for a checkpoint does this, even if it fails.
     fn follow_renames(
         &self,
         scope: ScopeNumber,

@@ -184,8 +184,9 @@ fn describe_upgrade(upgrade: LastUpgrade, kept: &[KeptDescriptor]) -> io::Result
 }
 
 impl ResumedMount {
-    /// Returns the mount that these descriptors belong to; the keeper has held them since the earlier firnd died, at
-    /// `death_time` after the boot. The descriptors are duplicated, so `kept` stays complete for the next firnd.
+    /// Returns the mount that these descriptors belong to. Its serving process died at `death_time` after the boot, and
+    /// the keeper, a process beside it, has kept them open. They are duplicated, so `kept` stays complete for the next
+    /// serving process.
     fn from_kept(kept: &[KeptDescriptor], death_time: Duration) -> io::Result<Self> {
         let device = copy_descriptor(kept, Tag::Device)?;
         let mut nameless_files = Vec::new();
