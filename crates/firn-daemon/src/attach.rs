@@ -358,8 +358,8 @@ fn publish_terms_of_lanes(
     }
 }
 
-/// Converts the options of the mount to those of the engine. The arena has the chunk size, which may differ from that
-/// of the options.
+/// Converts the options of the mount to those of the engine, which manages its files. Only the size of a chunk (a unit
+/// of memory) comes from the arena, the shared memory itself, because an arena with data keeps its size.
 fn engine_options(arena: &Arena, options: &Options) -> EngineOptions {
     EngineOptions {
         drain: match options.drain {

@@ -97,11 +97,11 @@ struct SocketShared<B: Backing> {
 
 impl DataSocket {
     /// Starts the data socket at `path`, by which processes write and read the arena (shared memory) themselves.
-    /// Replaces the socket that an earlier, dead firnd left there. `connection_count` is kept equal to the number of
-    /// connections.
+    /// Replaces the socket that an earlier serving process left there when it died. `connection_count` is kept equal to
+    /// the number of connections.
     ///
-    /// `gate` admits changes while transactions are possible; `file_locks` are the locks that reach other hosts, if the
-    /// mount has them.
+    /// `gate` makes changes wait for transactions, if the mount has them. `file_locks` are locks that also exclude
+    /// programs on other hosts.
     pub(crate) fn start<B: Backing>(
         path: &Path,
         engine: Arc<Engine<B>>,

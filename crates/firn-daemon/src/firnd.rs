@@ -52,9 +52,9 @@ const INTERRUPTED: i32 = 130;
 const LAST_REPLY_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Serves a mount from its first check to its end. Fails if the mount does not become usable, or if data that should
-/// have been drained stays in the arena.
+/// have gone to the backing directory stays in the host's memory.
 ///
-/// `handover` is what the keeper, which starts another firnd after a death, passes to this one; `None` without a
+/// `handover` comes from the keeper, a process that starts the next serving process when one dies; `None` without a
 /// keeper.
 pub(crate) fn serve(
     request: &MountRequest,

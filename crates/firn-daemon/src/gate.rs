@@ -422,9 +422,10 @@ impl Gate for TransactionGate {
         }
     }
 
-    /// Returns a pass (the permission for one change) to change `inode` in the backing itself. Waits while a directory
-    /// above it is quiesced, or while its transaction is prepared or decided and must not be changed. Fails with
-    /// ECANCELED or EBUSY if the change may never become possible.
+    /// Returns the permission (a pass) to change `inode` in the backing itself. Waits while changes below a directory
+    /// above it are stopped (quiesced), and while its transaction waits for a commit or abort or is being committed.
+    ///
+    /// Fails with ECANCELED or EBUSY if the change may never become possible.
     fn enter_change(&self, inode: InodeId) -> Result<Pass<'_>, Errno> {
         loop {
             // Changes wait only while a transaction is prepared or decided. That is rare, so it is tested before the

@@ -298,8 +298,10 @@ impl HostLease {
 
 impl AcquiredLease {
     /// Takes the lease in `dir`, a locked file that shows other hosts that this one lives, and starts the thread that
-    /// renews its record (the heartbeats). If a dead firnd had the lease, the keeper behind `link` has held its lock,
-    /// and the lease is resumed.
+    /// renews its record (the heartbeats).
+    ///
+    /// If this process continues the mount of one that died, the keeper (the process at the other end of `link`) has
+    /// kept the locked file open, and the lease is resumed.
     fn acquire(
         base: DirBacking,
         dir: <DirBacking as Volume>::Inode,
@@ -346,9 +348,11 @@ impl AcquiredLease {
         })
     }
 
-    /// Adds a use (such as transactions) and the terms of the mount (how it uses the backing) to the lease of this
-    /// host. Waits until the thread of the lease has stored both in the backing. Fails if another process has taken the
-    /// lease.
+    /// Shows other hosts one more use of the backing (such as transactions), and how this host mounts it (`terms`).
+    /// Both are stored with this host's lease, the locked file that shows that it is alive. Waits until the thread that
+    /// renews the lease has stored them.
+    ///
+    /// Fails if another process has taken the lease.
     fn add_use(
         &mut self,
         purpose: LeaseUse,

@@ -182,8 +182,8 @@ impl Keeper {
         })
     }
 
-    /// Makes a keeper in the place of a dead one: receives all descriptors of the mount from the firnd that started
-    /// this process and serves the mount. stdin is a socket to that firnd. Its own pidfd comes last.
+    /// Makes a keeper in the place of one that was killed. stdin is a socket to firnd, the process that serves the
+    /// mount and started this one. firnd sends all descriptors of the mount; a pidfd of firnd itself comes last.
     fn replace_dead_keeper() -> io::Result<Self> {
         let socket = Socket::new(rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?);
         replace_stdio_by_null()?;

@@ -438,9 +438,11 @@ enum UpgradeError {
 }
 
 impl Takeover {
-    /// Prepares an upgrade: passes the program of the process `client` to the keeper, and the request of the mount with
-    /// `changes` of its options. When this process ends, the keeper starts that program as the next firnd. Returns the
-    /// process of the keeper.
+    /// Prepares an upgrade of the serving process to the program of the process `client`, with `changes` of the mount's
+    /// options. The keeper, a process beside this one, gets that program and the changed request. When this process
+    /// ends, the keeper starts the program in its place.
+    ///
+    /// Returns the process of the keeper.
     fn prepare_upgrade(&self, client: u32, changes: &str) -> Result<Pid, UpgradeError> {
         let Some(link) = &self.link else {
             return Err(UpgradeError::NotReady("it has no keeper"));

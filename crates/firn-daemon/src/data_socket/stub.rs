@@ -91,9 +91,9 @@ impl AppendSource<'_> {
         }
     }
 
-    /// Returns the progress of this append that an earlier firnd recorded before it was killed. It is behind the bytes
-    /// in the client's memory file (memfd), and the client repeats the request. An append in a packet has no such
-    /// record.
+    /// Returns how far an earlier serving process came with this append before it was killed; the client then repeats
+    /// the request. That process noted it behind the bytes in the client's memory file (memfd). An append in a packet
+    /// has no such note.
     fn earlier_progress(&self) -> Result<EarlierProgress, Errno> {
         let Self::File { file, len } = self else {
             return Ok(EarlierProgress::None);

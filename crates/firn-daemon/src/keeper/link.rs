@@ -390,8 +390,8 @@ impl KeeperLink {
         }
     }
 
-    /// Starts another keeper after the last one was killed; it gets all descriptors and starts the next firnd when this
-    /// one dies. If that fails, no more keepers are started.
+    /// Starts another keeper after the last one was killed. A keeper holds copies of this process's descriptors, and
+    /// starts the next serving process when this one dies. If that fails, no more keepers are started.
     fn replace_keeper(&self) {
         let mut state = self.state.lock();
         if state.is_ending {

@@ -135,8 +135,8 @@ fn unix_microseconds(time: SystemTime) -> u64 {
 }
 
 impl Part for Record {
-    /// Starts the thread that takes samples of the engine's counters for the record of the run. Each sample says how
-    /// long the pause before the next one is.
+    /// Starts the thread that takes samples of counters, for the summary of the mount's life. Each sample says how long
+    /// the pause before the next one is.
     fn start(&self, _: &Parts) -> Result<(), MountError> {
         let recorder = Arc::clone(&self.recorder);
         let (stop, stopped) = channel();
