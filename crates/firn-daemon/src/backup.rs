@@ -266,7 +266,8 @@ pub struct BackupReport {
 /// transaction that overlaps the scope (the directory) of this one.
 pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, RecoverError> {
     process::prepare();
-    let backing = preflight::check_backing(&request.backing, false)?;
+    let read_only = false;
+    let backing = preflight::check_backing(&request.backing, read_only)?;
     let FoundBackup { dir, log } = find_one_backup(request)?;
     let files = find_runtime_files(&backing, &request.options)?;
     if exists(&files.arena) {

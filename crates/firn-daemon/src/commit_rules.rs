@@ -600,8 +600,9 @@ impl CommitRules {
         {
             transaction.paths.extend(paths);
         }
-        // After a failure the scope is open too, with the names that it had before.
-        table.machine.record_begun(scope, false);
+        // After a failure programs continue too, with the names that the checkpoint had before.
+        let existed_before = false;
+        table.machine.record_begun(scope, existed_before);
         self.unlock_and_notify(table);
         added.map_err(|error| log_and_get_errno(&error))
     }
@@ -878,9 +879,12 @@ impl CommitRules {
             handle: handle.0,
             ending,
         };
+        // A close is not entered before it is made, so it has no scope.
+        let scope = None;
+        let is_made = true;
         let actions = table
             .machine
-            .finish_operation(process, &operation, None, true);
+            .finish_operation(process, &operation, scope, is_made);
         // The actions call the backing and take the lock themselves.
         drop(table);
         self.carry_out_and_await_hosts(actions, EventKind::Close)

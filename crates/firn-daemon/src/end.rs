@@ -403,8 +403,9 @@ fn detach_copies(frontend: &Frontend, copies: Option<FileSystemMounts>) {
         tracing::warn!(%error, "cannot abort the FUSE connection, so copies of the mount remain");
         return;
     }
+    let lazy = true;
     for path in mounts.bound_copy_paths() {
-        if let Err(error) = firn_fuse::detach(path, true) {
+        if let Err(error) = firn_fuse::detach(path, lazy) {
             let path = firn_format::quote::quoted_path(path);
             tracing::warn!(%error, "cannot unmount the dead mount at {path}");
         }

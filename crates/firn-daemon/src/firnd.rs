@@ -590,8 +590,9 @@ fn watch_signals(
                     signal,
                     "a second signal: firnd ends at once; data that is not drained stays in the arena"
                 );
-                // The process ends in any case, and then the kernel ends the mount.
-                let _ = detach(&mount_point, true);
+                // If this fails, the process ends nevertheless, and then the kernel ends the mount.
+                let lazy = true;
+                let _ = detach(&mount_point, lazy);
                 if let Some(link) = &link {
                     // Without this message the keeper would start another firnd.
                     link.notify_ending();

@@ -268,7 +268,9 @@ impl HostLease {
                 .unwrap_or(LeaseUse::Tokens)
         };
         let report = last_heartbeat.and_then(report_in_heartbeat);
-        let lease = AcquiredLease::acquire(base, dir, purpose, host, &self.backing, None)?;
+        // The keeper has no descriptor of another host's lease.
+        let keeper_link = None;
+        let lease = AcquiredLease::acquire(base, dir, purpose, host, &self.backing, keeper_link)?;
         self.lease = Some(lease);
         Ok(Some(DeadHostState {
             has_transactions,

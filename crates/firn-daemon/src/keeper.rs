@@ -166,7 +166,8 @@ impl Keeper {
             });
         }
         let descriptors = kept.iter().map(LabeledDescriptor::from_kept).collect();
-        let started = start_firnd(descriptors, None)?;
+        let earlier_firnd = None;
+        let started = start_firnd(descriptors, earlier_firnd)?;
         // `firn mount` sees the end of firnd by the end of the pipe, so the pipe must not stay open in this process.
         replace_stdio_by_null()?;
         Ok(Self {

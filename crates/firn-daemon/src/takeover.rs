@@ -305,9 +305,11 @@ pub(crate) struct Takeover {
 }
 
 impl Takeover {
-    /// Prepares a new mount so that another firnd can continue it if this one dies. That needs a keeper (`link`), which
-    /// starts that firnd, and for FUSE a live table, a mapped file with what the kernel knows. If something is missing,
-    /// `obstacle` says why, and the mount works without this.
+    /// Prepares a new mount so that another process can continue to serve it if this one dies. If that is impossible,
+    /// `obstacle` says why, and the mount works without it.
+    ///
+    /// It needs a keeper (`link`), which starts the next process, and for FUSE a live table, a mapped file with what
+    /// the kernel knows.
     pub(crate) fn for_new_mount(
         request: &MountRequest,
         engine: &Arc<Engine<Store>>,
@@ -378,9 +380,11 @@ impl Takeover {
         }
     }
 
-    /// Passes the FUSE connection to the keeper, and writes the header of the live table (a mapped file for the next
-    /// firnd), so that the next firnd finds both. `exchange` is the first exchange with the kernel. The error is the
-    /// reason why no other firnd can continue the mount.
+    /// Stores what another process needs to continue this mount if this one dies. The keeper, a process beside this
+    /// one, gets the FUSE connection. The live table, a mapped file that says what the kernel knows, gets its header.
+    ///
+    /// `exchange` is the first exchange with the kernel. The error is the reason why no other process can continue the
+    /// mount.
     fn store_connection(
         &self,
         device: BorrowedFd<'_>,

@@ -45,7 +45,8 @@ pub(crate) fn open_unmounted(
     backing: &Path,
     options: &Options,
 ) -> Result<UnmountedBacking, AttachError> {
-    let backing = preflight::check_backing(backing, false)?;
+    let read_only = false;
+    let backing = preflight::check_backing(backing, read_only)?;
     let files = find_runtime_files(&backing, options)?;
     let locks = Locks::acquire_unmounted(&backing, &files, LockSharing::Exclusive)?;
     let directory = DirBacking::open(&backing).map_err(|source| AttachError::BackingUnusable {

@@ -325,6 +325,7 @@ impl<B: Backing> StubRequest<'_, B> {
         if count_to_store == 0 && source.len() > 0 {
             return Err(Errno::FBIG);
         }
+        // Without a count, the record says that the append has begun.
         source.record_progress(offset, None)?;
         let write_result =
             self.write_rest(handle, source, offset, &mut stored_count, count_to_store);
