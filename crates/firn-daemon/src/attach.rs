@@ -359,7 +359,7 @@ fn publish_terms_of_lanes(
 }
 
 /// Converts the options of the mount to those of the engine, which manages its files. Only the size of a chunk (a unit
-/// of memory) comes from the arena, the shared memory itself, because an arena with data keeps its size.
+/// of memory) comes from the arena, the shared memory itself: an arena with data keeps its sizes.
 fn engine_options(arena: &Arena, options: &Options) -> EngineOptions {
     EngineOptions {
         drain: match options.drain {

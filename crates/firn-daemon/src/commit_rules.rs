@@ -1020,8 +1020,8 @@ impl ChangeWatch for CommitRules {
     /// Handles a close(2) of a file. If the file belongs to a checkpoint and this close completes it, the checkpoint is
     /// committed, and the result is that of the commit.
     ///
-    /// The file counts as closed now if the process that opened it was killed, or if neither that process nor a
-    /// descendant has another descriptor of it. Otherwise it counts as closed when the kernel releases the handle.
+    /// The file counts as closed now if the process that opened it was killed, or if no descriptor of it is left in
+    /// that process and its descendants. Otherwise it counts as closed when the kernel releases the handle.
     fn close(&self, caller: Caller, handle: HandleId, closing: Closing) -> Result<(), Errno> {
         // A close by a killed process means that its file may be incomplete.
         let ending = match closing {

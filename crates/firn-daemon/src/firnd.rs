@@ -139,9 +139,10 @@ fn check_new_mount(
     })
 }
 
-/// Finds the mount whose serving process (firnd) died, and which this process serves from now on. `connection` is its
-/// FUSE connection, which the keeper, the process that started this one, has kept open. The mount point is not
-/// accessed, because no process answers there yet.
+/// Finds the mount of a serving process (firnd) that died; this process serves it from now on. `connection` is its FUSE
+/// connection, which the keeper, the process that started this one, has kept open.
+///
+/// The mount point is not accessed, because no process answers there yet.
 fn open_taken_over_mount(
     request: &MountRequest,
     connection: ResumedConnection,

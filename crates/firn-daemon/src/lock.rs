@@ -87,8 +87,8 @@ pub(crate) struct LockedFile {
 }
 
 impl LockedFile {
-    /// Locks the file `opened`. If this firnd continues the mount of one that died, the keeper (the process that starts
-    /// the next firnd) still holds the locked descriptor, and the lock is resumed from it.
+    /// Locks the file `opened`, or resumes the lock that an earlier serving process had when it died. The keeper, the
+    /// process that starts the next one, has then kept the locked descriptor open.
     ///
     /// `keeper_copy` is the keeper, and the tag under which it has or gets a copy of the descriptor. If another process
     /// has the lock, `wait` is called; it returns once the file is locked, or fails.

@@ -69,8 +69,8 @@ const CLOSE_REPORT_DELAY_MAX: Duration = Duration::from_secs(1);
 /// `new_files` says whether the options decide where new files go. `nameless_files` are the open files of an earlier
 /// firnd that may have lost their last name; their logs stay.
 ///
-/// A host that may write to logs first takes its lease, a locked file in the backing by which other hosts see that it
-/// is alive. Fails if another process has the lease.
+/// A host that may write to logs takes its lease first. That is a locked file in the backing by which other hosts see
+/// that it is alive. Fails if another process has the lease.
 pub(crate) fn open_store(
     backing: &Path,
     base: PlaceableStore,

@@ -582,8 +582,8 @@ impl Part for Takeover {
     }
 }
 
-/// Returns the FUSE connection of a mount whose serving process died, with what else the keeper (the process that
-/// started this one) has kept open. `None` for a new mount, or for a stub tree (empty files on tmpfs), which has no
+/// Returns the FUSE connection of a mount, with what else the keeper (the process that started this one) has kept open
+/// since the last serving process died. `None` for a new mount, or for a stub tree (empty files on tmpfs), which has no
 /// connection.
 pub(crate) fn connection_of_resumed_mount(
     resumed: Option<ResumedMount>,

@@ -417,8 +417,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         change_to_report(self.gate.as_deref(), change)
     }
 
-    /// Runs `call`, which makes a change of a program. If there is something `to_report`, the change is reported to the
-    /// commit rules of the mount, which recognise a program's checkpoint by its changes and commit it.
+    /// Runs `call`, which makes a change of a program, and reports the change to the commit rules of the mount if
+    /// `to_report` is set. The rules recognise a program's checkpoint by its changes, and commit it.
     ///
     /// Such a report may wait for a commit, so a worker then runs `call`; otherwise it runs as in
     /// [`Dispatcher::run_change`]. `call` makes the change by the [`ChangeReporter`] that it gets.
