@@ -302,8 +302,8 @@ impl AcquiredLease {
     /// Takes the lease in `dir`, a locked file that shows other hosts that this one lives, and starts the thread that
     /// renews its record (the heartbeats).
     ///
-    /// If this process continues the mount of one that died, the keeper (the process at the other end of `link`) has
-    /// kept the locked file open, and the lease is resumed.
+    /// If this process continues the mount of one that died, the lease is resumed: the keeper, the process at the other
+    /// end of `link`, has kept the locked file open.
     fn acquire(
         base: DirBacking,
         dir: <DirBacking as Volume>::Inode,

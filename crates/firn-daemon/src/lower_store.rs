@@ -46,7 +46,7 @@ pub(crate) struct OpenedLowerStore {
 }
 
 /// Opens the backing directory with the layers that its files need, which is the store below transactions. The layer of
-/// lanes spreads data over the directories of several I/O servers; in the layer of logs, each host has a log of its
+/// lanes spreads data over the directories of several I/O servers. In the layer of logs, each host has a log of its
 /// writes.
 ///
 /// A layer is present if files lie in it, or if the options ask for it. The host's lease is taken if it may write logs.

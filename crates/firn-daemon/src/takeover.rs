@@ -582,9 +582,10 @@ impl Part for Takeover {
     }
 }
 
-/// Returns the FUSE connection of a mount, with what else the keeper (the process that started this one) has kept open
-/// since the last serving process died. `None` for a new mount, or for a stub tree (empty files on tmpfs), which has no
-/// connection.
+/// Returns the FUSE connection of a mount after the death of the process that served it. The keeper, the process that
+/// started this one, has kept it open, with what else is in the result.
+///
+/// `None` for a new mount, or for a stub tree (empty files on tmpfs), which has no connection.
 pub(crate) fn connection_of_resumed_mount(
     resumed: Option<ResumedMount>,
 ) -> Option<ResumedConnection> {
