@@ -663,11 +663,12 @@ impl<'a> HeldRange<'a> {
 }
 
 impl Following {
-    /// Lists files that this host holds in memory for the follower: the host that keeps copies of them (the partner),
-    /// or did so earlier (a former). A follower *marks* a file once its copy is complete.
+    /// Lists the files that this host has in memory only, for another host that keeps copies of them. That host *marks*
+    /// a file once its copy is complete.
     ///
-    /// A former sees unmarked files as open, so that only the partner copies them. A dismissed one, which is not needed
-    /// any more, sees an empty mount, and then drops its copies. After that it is refused.
+    /// What it sees depends on its role. The *partner* sees all files. A *former* partner sees unmarked files as open,
+    /// so that only the partner copies them. A *dismissed* one, which is not needed any more, sees an empty mount, and
+    /// then drops its copies. After that it is refused.
     fn list(&mut self, path: &BytePath) -> Result<Vec<Entry>, SourceError> {
         let role = self.registration.role();
         let mut entries = match role {
@@ -694,10 +695,10 @@ impl Following {
         Ok(entries)
     }
 
-    /// Adjusts the listed files to the marks of the follower, a host that keeps copies of them. A *mark* says that the
-    /// follower has a copy of a file with that number of changes.
+    /// Makes the listed files show which of them the other host has copied. By a *mark*, that host has reported a
+    /// complete copy, and the number of changes that the file had then.
     ///
-    /// A file shows as copied only if the mark has the file's present number of changes. Other marks are forgotten.
+    /// A file counts as copied only if its mark has the file's present number of changes. Other marks are forgotten.
     fn apply_marks(&mut self, top: &BytePath, entries: &mut [Entry], role: Role) {
         let mut current_marks = BTreeMap::new();
         for entry in entries {

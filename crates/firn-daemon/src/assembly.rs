@@ -168,9 +168,9 @@ impl MountSetup<'_> {
         Ok(())
     }
 
-    /// Adds the parts for transactions of programs: the commit rules (which changes make a checkpoint), the
-    /// participation in transactions of several hosts, and the backup. `gate` admits changes before they reach the
-    /// engine.
+    /// Adds what the mount needs for transactions of programs: the commit rules (which changes make a checkpoint), the
+    /// participation in transactions of several hosts, and the copies to a backup directory. `gate` makes changes of
+    /// programs wait for transactions.
     fn add_transactions(
         &self,
         gate: &Arc<TransactionGate>,

@@ -327,9 +327,11 @@ fn lock_and_find_arena(
     Ok(arena)
 }
 
-/// Publishes the terms of this host (how it mounts the backing) in its lease, a locked file that shows that the host
-/// lives. That is done if the mount places files on lanes (I/O servers), uses tokens of etcd, or wants a partner. Only
-/// the comparison with other hosts needs this lease, so a lease that cannot be used is only reported.
+/// Tells other hosts how this host mounts the backing, so that they can compare that with their own mounts. Does
+/// nothing for a read-only mount, or for one that neither shares I/O servers nor wants a partner.
+///
+/// The description is written to this host's lease, a locked file in the backing that shows that the host is alive.
+/// Only the comparison needs this lease, so a lease that cannot be used is reported and is no error.
 fn publish_terms_of_lanes(
     target: &AttachTarget<'_>,
     serves_logs: bool,
@@ -337,6 +339,7 @@ fn publish_terms_of_lanes(
     notice: &mut dyn FnMut(String),
 ) -> Result<(), AttachError> {
     let options = target.options;
+    // Files on several I/O servers (lanes), locks of these servers in etcd, or another host that keeps copies.
     let shares_lanes = options.placement != Placement::None
         || options.tokens == TokenService::Etcd
         || options.partner != Partner::None;
@@ -355,8 +358,8 @@ fn publish_terms_of_lanes(
     }
 }
 
-/// Converts the options of the mount to those of the engine. The arena has the chunk size, which may differ from that
-/// of the options.
+/// Converts the options of the mount to those of the engine, which manages its files. Only the size of a chunk (a unit
+/// of memory) comes from the arena, the shared memory itself: an arena with data keeps its sizes.
 fn engine_options(arena: &Arena, options: &Options) -> EngineOptions {
     EngineOptions {
         drain: match options.drain {

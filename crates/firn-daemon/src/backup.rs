@@ -137,11 +137,11 @@ fn store_without_layers(directory: DirBacking) -> LoggableStore {
     LoggableStore::Lower(PlaceableStore::Lower(directory))
 }
 
-/// Returns the store (the backing with its layers) with the directory for copies of its transactions attached, or the
-/// store alone without a backup.
+/// Attaches the backup directory, if there is one, to the store that the mount writes to. From then on the store copies
+/// the data of its transactions there.
 ///
-/// `known_backups` has the names of the transactions that the caller read before the store was opened. A backup of any
-/// other transaction is an error, because that backup waits for `firn recover --from-backup`.
+/// Fails if the directory has a copy of a transaction that is not in `known_backups`: such a copy waits for `firn
+/// recover --from-backup`. The caller read these names before the store was opened.
 pub(crate) fn attach_backup(
     store: TransactionalStore,
     backing: &Path,
@@ -266,7 +266,8 @@ pub struct BackupReport {
 /// transaction that overlaps the scope (the directory) of this one.
 pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, RecoverError> {
     process::prepare();
-    let backing = preflight::check_backing(&request.backing, false)?;
+    let read_only = false;
+    let backing = preflight::check_backing(&request.backing, read_only)?;
     let FoundBackup { dir, log } = find_one_backup(request)?;
     let files = find_runtime_files(&backing, &request.options)?;
     if exists(&files.arena) {

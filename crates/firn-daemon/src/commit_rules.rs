@@ -1,11 +1,15 @@
-//! Runs the commit rules of a mount, by which changes of programs begin, commit and abort transactions. A rule says
-//! which changes are one checkpoint, and which change completes it.
+//! Makes the checkpoints of programs appear at once, by the *commit rules* of the mount's options. A rule says which
+//! changes are one checkpoint, and which change completes it. This file begins, commits and aborts the transaction of
+//! each checkpoint.
 //!
 //! ```text
 //!   firn-fuse ── before, after a change, close ──► CommitRules ──► firn_rules::Machine
 //!                                                      │ begin, join, commit, abort
 //!   exits of writers (pidfd) ────────────────────► ────┘ ──► gate, firn-transact
 //! ```
+//!
+//! The machine decides what to do after each event, and never calls anything. The *gate* stops changes of programs
+//! during a begin or commit.
 //!
 //! Promises
 //! * A change in a scope (the names of one checkpoint) is made only while the transaction of the scope is open;
@@ -410,9 +414,10 @@ impl CommitRules {
         }
     }
 
-    /// Returns a change with the paths of its objects, by which the rules find the checkpoint. `None` if an object has
-    /// no known name; it is then in no checkpoint. A new length (`Cut`) and a new object that is not opened (`Make`)
-    /// are plain changes for the rules.
+    /// Replaces the inodes of a change by paths, because the rules recognise a checkpoint by its paths. `None` if an
+    /// object has no known name; it is then in no checkpoint.
+    ///
+    /// A new length (`Cut`) and a new object that is not opened (`Make`) are plain changes for the rules.
     fn locate_change(&self, change: &WatchedChange) -> Option<OwnedChange> {
         Some(match change {
             WatchedChange::Open(inode) => OwnedChange::Open(self.locate_file(*inode)?),
@@ -454,11 +459,12 @@ impl CommitRules {
 
     // ---- what the machine asks for -----------------------------------------------------------
 
-    /// Carries out actions of the rules' state machine in their order, and reports each result to the machine. A scope
-    /// is the set of names of one checkpoint, which one transaction covers. After an error the other actions are still
-    /// carried out; the first error is returned.
+    /// Carries out what the rules' state machine has decided, in this order: begins, extends, commits or aborts the
+    /// transactions of checkpoints, and removes old checkpoints. After an error the other actions are still carried
+    /// out; the first error is returned.
     ///
-    /// The caller must not hold the lock of the table.
+    /// In an action, `scope` is the machine's number of a checkpoint, and `tops` are the paths of its names in the
+    /// directory `dir`. The caller must not hold the lock of the table.
     fn carry_out(&self, actions: Vec<Action>) -> Result<(), Errno> {
         let mut first_error = Ok(());
         for action in actions {
@@ -499,9 +505,10 @@ impl CommitRules {
         first_error
     }
 
-    /// Begins the transaction of a scope, which is the set of names of one checkpoint, and reports to the rules' state
-    /// machine whether the scope is open now. `tops` are these names in the directory `dir`; `key` is how other hosts
-    /// identify the scope.
+    /// Begins the transaction of one checkpoint, and tells the rules' state machine whether it has begun. `scope` is
+    /// the machine's number of the checkpoint.
+    ///
+    /// `tops` are the paths of the checkpoint's names in the directory `dir`, and `key` identifies it on all hosts.
     fn begin_scope(
         &self,
         scope: ScopeNumber,
@@ -568,8 +575,10 @@ impl CommitRules {
         self.table.lock().scopes.get(&scope).cloned()
     }
 
-    /// Adds names (`tops`) to the transaction of a scope, the names of one checkpoint. Reports to the rules' state
-    /// machine that the scope is open again. Fails with ESTALE if the transaction has ended.
+    /// Adds further names of a checkpoint to its transaction, and then tells the rules' state machine that programs may
+    /// change the checkpoint again. Fails with ESTALE if the transaction has ended.
+    ///
+    /// `scope` is the machine's number of the checkpoint, and `tops` are the paths of the names.
     fn add_names(&self, scope: ScopeNumber, tops: Vec<Vec<u8>>) -> Result<(), Errno> {
         let Some(transaction) = self.find_transaction(scope) else {
             return Err(Errno::STALE);
@@ -591,15 +600,16 @@ impl CommitRules {
         {
             transaction.paths.extend(paths);
         }
-        // After a failure the scope is open too, with the names that it had before.
-        table.machine.record_begun(scope, false);
+        // After a failure programs continue too, with the names that the checkpoint had before.
+        let existed_before = false;
+        table.machine.record_begun(scope, existed_before);
         self.unlock_and_notify(table);
         added.map_err(|error| log_and_get_errno(&error))
     }
 
-    /// Commits the transaction of a scope (the names of one checkpoint), reports the result to the rules' state
-    /// machine, and carries out the actions that follow. A scope of which a writing process has failed is not
-    /// committed: the report of that failure decides what happens.
+    /// Commits the transaction of one checkpoint, tells the rules' state machine the result, and carries out the
+    /// actions that follow. If a process that wrote the checkpoint has failed, nothing is committed here: the report of
+    /// that failure decides what happens.
     fn commit_scope(&self, scope: ScopeNumber) -> Result<(), Errno> {
         // Another thread has ended the transaction meanwhile.
         let Some(transaction) = self.find_transaction(scope) else {
@@ -670,8 +680,8 @@ impl CommitRules {
         }
     }
 
-    /// Aborts the transaction of a scope (the names of one checkpoint), and reports the end of the scope to the rules'
-    /// state machine and to threads that wait. A failure is only logged, because the next mount aborts the transaction.
+    /// Aborts the transaction of one checkpoint, and tells the rules' state machine and the waiting threads that it has
+    /// ended. A failure is only logged, because the next mount aborts the transaction.
     fn abort_scope(&self, scope: ScopeNumber, reason: &str) {
         let transaction = self.find_transaction(scope);
         if let Some(transaction) = &transaction {
@@ -869,9 +879,12 @@ impl CommitRules {
             handle: handle.0,
             ending,
         };
+        // A close is not entered before it is made, so it has no scope.
+        let scope = None;
+        let is_made = true;
         let actions = table
             .machine
-            .finish_operation(process, &operation, None, true);
+            .finish_operation(process, &operation, scope, is_made);
         // The actions call the backing and take the lock themselves.
         drop(table);
         self.carry_out_and_await_hosts(actions, EventKind::Close)
@@ -1004,9 +1017,11 @@ impl ChangeWatch for CommitRules {
         self.table.lock().handles.contains_key(&handle.0)
     }
 
-    /// Reports that a process closes a handle of a checkpoint's file. The file counts as closed now if the process that
-    /// opened it was killed, or if neither that process nor a descendant has another descriptor of it; otherwise when
-    /// the kernel releases the handle. A close that completes the checkpoint commits it and returns that result.
+    /// Handles a close(2) of a file. If the file belongs to a checkpoint and this close completes it, the checkpoint is
+    /// committed, and the result is that of the commit.
+    ///
+    /// The file counts as closed now if the process that opened it was killed, or if no descriptor of it is left in
+    /// that process and its descendants. Otherwise it counts as closed when the kernel releases the handle.
     fn close(&self, caller: Caller, handle: HandleId, closing: Closing) -> Result<(), Errno> {
         // A close by a killed process means that its file may be incomplete.
         let ending = match closing {

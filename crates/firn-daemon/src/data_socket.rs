@@ -1,11 +1,12 @@
 //! The data socket: gives processes direct access to the arena, the shared memory with the bytes that are not in the
-//! backing yet, and serves the data calls of stubs.
+//! backing yet. On a mount without FUSE it also serves reads and writes of programs.
 //!
 //! Terms
 //! * A *grant* is the right of a process to write one file in the arena itself; a *lease* is its right to fill a
 //!   *slab*, a part of the arena for one writer.
 //! * A *direct list* says where the bytes of a file are in the arena, so that a process can read them there.
-//! * A *stub* is an empty file of a stub tree. The preload library sends the calls of a program on it to this socket.
+//! * A *stub* is an empty file on tmpfs, which a mount without FUSE shows. The preload library sends the calls of a
+//! program on it to this socket.
 //!
 //! Promises
 //! * Only processes of firnd's own user are answered (SO_PEERCRED).
@@ -96,11 +97,11 @@ struct SocketShared<B: Backing> {
 
 impl DataSocket {
     /// Starts the data socket at `path`, by which processes write and read the arena (shared memory) themselves.
-    /// Replaces the socket that an earlier, dead firnd left there. `connection_count` is kept equal to the number of
-    /// connections.
+    /// Replaces the socket that an earlier serving process left there when it died. `connection_count` is kept equal to
+    /// the number of connections.
     ///
-    /// `gate` admits changes while transactions are possible; `file_locks` are the locks that reach other hosts, if the
-    /// mount has them.
+    /// `gate` makes changes wait for transactions, if the mount has them. `file_locks` are locks that also exclude
+    /// programs on other hosts.
     pub(crate) fn start<B: Backing>(
         path: &Path,
         engine: Arc<Engine<B>>,
@@ -590,6 +591,7 @@ impl<B: Backing> ClientSession<'_, B> {
     /// handle of the file.
     fn grant_write(&self, request: &Request) -> Answer {
         let token = HandleId(request.token);
+        // Like each change, this waits while a transaction above the file begins or ends.
         let granted = self.shared.with_pass(token, || {
             let direct_access = &self.shared.engine.direct_access;
             direct_access.grant_direct_access(self.client, token)

@@ -204,12 +204,12 @@ enum Preparation {
     GaveUpBacking,
 }
 
-/// Prepares the parts of the mount (its features) for its end. With `drains` it also creates the names of a stub tree,
-/// a mount of empty files on tmpfs, in the backing. Returns whether that was done or the backing was given up; only
-/// `force` gives up.
+/// Prepares the parts of the mount (its features) for an unmount that a client asks for. With `drains` it also creates
+/// the names of a stub tree, a mount of empty files on tmpfs, in the backing.
 ///
-/// Without `force` this fails if a part has an obstacle, if names cannot be created, or if a forced unmount comes
-/// meanwhile. The error is the reply to the client.
+/// With `force` this always succeeds, and says whether the backing answered in time or was given up. Without `force` it
+/// fails if a part has an obstacle, if names cannot be created, or if a forced unmount comes meanwhile. The error is
+/// the reply to the client.
 fn prepare_for_client(
     mount: &EndingMount<'_>,
     force: bool,
@@ -217,7 +217,7 @@ fn prepare_for_client(
     pending_events: &mut PendingEvents<'_>,
 ) -> Result<Preparation, Reply> {
     let mut has_timed_out = forced_timeout();
-    let mut give_up = || {
+    let mut must_give_up = || {
         if force {
             has_timed_out()
         } else {
@@ -226,28 +226,28 @@ fn prepare_for_client(
     };
     if !force {
         let parts = mount.parts.clone();
-        let obstacle = run_unless_given_up(&mut give_up, move || parts.find_obstacle());
+        let obstacle = run_unless_given_up(&mut must_give_up, move || parts.find_obstacle());
         if let Some(message) = obstacle.ok_or_else(overtaken_reply)? {
             let errno = libc::EBUSY;
             return Err(Reply::Error { errno, message });
         }
     }
     // The result if the backing did not answer in time, or another client's forced unmount overtakes this one.
-    let given_up = || {
+    let result_if_given_up = || {
         if force {
             Ok(Preparation::GaveUpBacking)
         } else {
             Err(overtaken_reply())
         }
     };
-    if run_unless_given_up(&mut give_up, mount.parts_preparation()).is_none() {
-        return given_up();
+    if run_unless_given_up(&mut must_give_up, mount.parts_preparation()).is_none() {
+        return result_if_given_up();
     }
     if !drains {
         return Ok(Preparation::Prepared);
     }
-    match run_unless_given_up(&mut give_up, mount.frontend.names_creator()) {
-        None => given_up(),
+    match run_unless_given_up(&mut must_give_up, mount.frontend.names_creator()) {
+        None => result_if_given_up(),
         Some(Err(error)) if !force => Err(names_error_reply(error)),
         Some(_) => Ok(Preparation::Prepared),
     }
@@ -403,8 +403,9 @@ fn detach_copies(frontend: &Frontend, copies: Option<FileSystemMounts>) {
         tracing::warn!(%error, "cannot abort the FUSE connection, so copies of the mount remain");
         return;
     }
+    let lazy = true;
     for path in mounts.bound_copy_paths() {
-        if let Err(error) = firn_fuse::detach(path, true) {
+        if let Err(error) = firn_fuse::detach(path, lazy) {
             let path = firn_format::quote::quoted_path(path);
             tracing::warn!(%error, "cannot unmount the dead mount at {path}");
         }

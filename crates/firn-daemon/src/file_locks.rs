@@ -141,10 +141,12 @@ fn lock_file_label(lock_file: u64) -> Label {
 
 /// Returns the locks of programs that this firnd continues after the death of the one that served the mount.
 ///
-/// A program's lock on a file is held as a lock of a second file in the backing, its *lock file*, which all hosts use.
-/// The live table, a mapped file, lists which program has which lock; the keeper, the process that started this firnd,
-/// has held the lock files open. A lock that lacks its lock file, or its program's open file, is not returned: it is
-/// removed from the live table, and the lock thread releases it in the backing.
+/// All hosts see a program's lock as a lock of a second file in the backing, its *lock file*. The keeper, the process
+/// that started this firnd, has held the lock files open. The live table, a mapped file, lists which program has which
+/// lock.
+///
+/// A lock that lacks its lock file, or its program's open file, is not returned: it is removed from the live table, and
+/// the lock thread releases it in the backing.
 fn take_kept_locks(taken_over: &TakenOverMount, engine: &Engine<Store>) -> KeptLocks {
     let lock_files = std::mem::take(&mut *taken_over.lock_files.lock());
     let resumed = &taken_over.resumed;

@@ -52,9 +52,9 @@ const INTERRUPTED: i32 = 130;
 const LAST_REPLY_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Serves a mount from its first check to its end. Fails if the mount does not become usable, or if data that should
-/// have been drained stays in the arena.
+/// have gone to the backing directory stays in the host's memory.
 ///
-/// `handover` is what the keeper, which starts another firnd after a death, passes to this one; `None` without a
+/// `handover` comes from the keeper, a process that starts the next serving process when one dies; `None` without a
 /// keeper.
 pub(crate) fn serve(
     request: &MountRequest,
@@ -139,8 +139,10 @@ fn check_new_mount(
     })
 }
 
-/// Finds the mount of a firnd that died, which this process serves from now on. `connection` is the FUSE connection
-/// that the keeper has held. The mount point is not accessed, because no process answers there yet.
+/// Finds the mount of a serving process (firnd) that died; this process serves it from now on. `connection` is its FUSE
+/// connection, which the keeper, the process that started this one, has kept open.
+///
+/// The mount point is not accessed, because no process answers there yet.
 fn open_taken_over_mount(
     request: &MountRequest,
     connection: ResumedConnection,
@@ -589,8 +591,9 @@ fn watch_signals(
                     signal,
                     "a second signal: firnd ends at once; data that is not drained stays in the arena"
                 );
-                // The process ends in any case, and then the kernel ends the mount.
-                let _ = detach(&mount_point, true);
+                // If this fails, the process ends nevertheless, and then the kernel ends the mount.
+                let lazy = true;
+                let _ = detach(&mount_point, lazy);
                 if let Some(link) = &link {
                     // Without this message the keeper would start another firnd.
                     link.notify_ending();

@@ -422,9 +422,10 @@ impl Gate for TransactionGate {
         }
     }
 
-    /// Returns a pass (the permission for one change) to change `inode` in the backing itself. Waits while a directory
-    /// above it is quiesced, or while its transaction is prepared or decided and must not be changed. Fails with
-    /// ECANCELED or EBUSY if the change may never become possible.
+    /// Returns the permission (a pass) to change `inode` in the backing itself. Waits while changes below a directory
+    /// above it are stopped (quiesced), and while its transaction waits for a commit or abort or is being committed.
+    ///
+    /// Fails with ECANCELED or EBUSY if the change may never become possible.
     fn enter_change(&self, inode: InodeId) -> Result<Pass<'_>, Errno> {
         loop {
             // Changes wait only while a transaction is prepared or decided. That is rare, so it is tested before the
@@ -452,9 +453,12 @@ impl Gate for TransactionGate {
         self.undone_scopes.is_some()
     }
 
-    /// Refuses a change with ECANCELED if the death of an earlier firnd concerns it: its program has to be informed
-    /// that its transaction was aborted, or the handle was not resumed. `is_repeated`: the earlier firnd had the
-    /// request already. Changes by a handle that this firnd has are always admitted.
+    /// Refuses a change with ECANCELED if it would continue work that was lost when an earlier firnd, the serving
+    /// process, died. Either its transaction was aborted and the program does not know that yet, or its open file was
+    /// lost.
+    ///
+    /// `is_repeated`: the earlier firnd had the request already. Changes by a handle that this firnd has are always
+    /// admitted.
     fn admit(
         &self,
         caller: Caller,

@@ -197,8 +197,9 @@ impl HostLease {
         used
     }
 
-    /// Takes the lease of this host (a locked file in the backing that shows that the host lives), unless it has it
-    /// already, and publishes in it a use of the backing (`purpose`) and how this host mounts it (`terms`).
+    /// Shows other hosts that this host uses the backing for `purpose`, and how it mounts the backing (`terms`). Both
+    /// are stored with this host's lease, a locked file in the backing that shows that the host is alive. The lease is
+    /// taken first if the host does not have it yet.
     ///
     /// Fails if another process has the lease, or if the use needs locks that reach other hosts and they do not. The
     /// caller then releases a lease that this call took.
@@ -267,7 +268,9 @@ impl HostLease {
                 .unwrap_or(LeaseUse::Tokens)
         };
         let report = last_heartbeat.and_then(report_in_heartbeat);
-        let lease = AcquiredLease::acquire(base, dir, purpose, host, &self.backing, None)?;
+        // The keeper has no descriptor of another host's lease.
+        let keeper_link = None;
+        let lease = AcquiredLease::acquire(base, dir, purpose, host, &self.backing, keeper_link)?;
         self.lease = Some(lease);
         Ok(Some(DeadHostState {
             has_transactions,
@@ -297,8 +300,10 @@ impl HostLease {
 
 impl AcquiredLease {
     /// Takes the lease in `dir`, a locked file that shows other hosts that this one lives, and starts the thread that
-    /// renews its record (the heartbeats). If a dead firnd had the lease, the keeper behind `link` has held its lock,
-    /// and the lease is resumed.
+    /// renews its record (the heartbeats).
+    ///
+    /// If this process continues the mount of one that died, the lease is resumed: the keeper, the process at the other
+    /// end of `link`, has kept the locked file open.
     fn acquire(
         base: DirBacking,
         dir: <DirBacking as Volume>::Inode,
@@ -345,9 +350,11 @@ impl AcquiredLease {
         })
     }
 
-    /// Adds a use (such as transactions) and the terms of the mount (how it uses the backing) to the lease of this
-    /// host. Waits until the thread of the lease has stored both in the backing. Fails if another process has taken the
-    /// lease.
+    /// Shows other hosts one more use of the backing (such as transactions), and how this host mounts it (`terms`).
+    /// Both are stored with this host's lease, the locked file that shows that it is alive. Waits until the thread that
+    /// renews the lease has stored them.
+    ///
+    /// Fails if another process has taken the lease.
     fn add_use(
         &mut self,
         purpose: LeaseUse,
@@ -464,8 +471,9 @@ struct DeadLease {
     purpose: LeaseUse,
 }
 
-/// Returns the unreleased leases of dead mounts that had this arena, the shared memory of a mount. A lease is a locked
-/// file of a host in the backing. It counts only if its free lock proves that the process is dead.
+/// Finds the leases that dead mounts with the arena file `arena` (the mount's shared memory) have left. A lease is a
+/// file in the backing that a living process keeps locked. It counts if it was not released, and if its free lock
+/// proves that the process is dead.
 fn find_leases_of_arena(
     base: &DirBacking,
     backing: &Path,
@@ -575,8 +583,11 @@ fn this_process_as_holder(host: &str) -> Result<Holder, AttachError> {
     Holder::this_process(host).map_err(AttachError::io("read the boot id of this host"))
 }
 
-/// Resumes the lease of a firnd that died from the locked descriptor that the keeper has held. `None` if there is none,
-/// or if it is not this lease any more; the keeper drops it then. The caller takes the lease anew in that case.
+/// Resumes the lease of a serving process that died: the locked file that shows other hosts that this one is alive. The
+/// keeper, the process that started this one, has kept its locked descriptor open.
+///
+/// `None` if there is no such descriptor, or if it is not of this lease any more; the keeper drops it then. The caller
+/// takes the lease anew in that case.
 fn resume_kept_lease(
     link: &KeeperLink,
     base: &DirBacking,

@@ -166,7 +166,8 @@ impl Keeper {
             });
         }
         let descriptors = kept.iter().map(LabeledDescriptor::from_kept).collect();
-        let started = start_firnd(descriptors, None)?;
+        let earlier_firnd = None;
+        let started = start_firnd(descriptors, earlier_firnd)?;
         // `firn mount` sees the end of firnd by the end of the pipe, so the pipe must not stay open in this process.
         replace_stdio_by_null()?;
         Ok(Self {
@@ -182,8 +183,8 @@ impl Keeper {
         })
     }
 
-    /// Makes a keeper in the place of a dead one: receives all descriptors of the mount from the firnd that started
-    /// this process and serves the mount. stdin is a socket to that firnd. Its own pidfd comes last.
+    /// Makes a keeper in the place of one that was killed. stdin is a socket to firnd, the process that serves the
+    /// mount and started this one. firnd sends all descriptors of the mount; a pidfd of firnd itself comes last.
     fn replace_dead_keeper() -> io::Result<Self> {
         let socket = Socket::new(rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?);
         replace_stdio_by_null()?;

@@ -49,8 +49,8 @@ pub(crate) fn drain_last(engine: &Engine<Store>, is_forced: bool) {
     }
 }
 
-/// Brings all held data to a durability level, in rounds, until no data is held or a round drains no data. Held data is
-/// in the arena only. If one file fails, the other files are still drained.
+/// Drains all data that is in memory only: copies it to the backing, and syncs it there if `level` demands that. Works
+/// in rounds until no such data is left, or a round drains none. If one file fails, the other files are still drained.
 ///
 /// `progress` gets the bytes and files that are left; if it returns false, the drain ends with ECANCELED. Any other
 /// error is that of the last round.

@@ -87,10 +87,11 @@ pub(crate) struct LockedFile {
 }
 
 impl LockedFile {
-    /// Locks the file `opened`, or resumes the lock of a firnd that died. The keeper, which starts the next firnd, has
-    /// then held the locked descriptor (`keeper_copy` says under which tag). The keeper gets the new lock too.
+    /// Locks the file `opened`, or resumes the lock that an earlier serving process had when it died. The keeper, the
+    /// process that starts the next one, has then kept the locked descriptor open.
     ///
-    /// `wait` is called if another process has the lock. It returns once the file is locked, or fails.
+    /// `keeper_copy` is the keeper, and the tag under which it has or gets a copy of the descriptor. If another process
+    /// has the lock, `wait` is called; it returns once the file is locked, or fails.
     fn lock(
         opened: OwnedFd,
         sharing: LockSharing,
@@ -136,8 +137,10 @@ impl Drop for LockedFile {
     }
 }
 
-/// Returns the descriptor with this tag that the keeper has held for the next firnd, if it is of the same file as
-/// `opened`. Otherwise returns `None`, and the keeper drops its descriptor.
+/// Returns the locked descriptor of an earlier serving process that died, if it is of the same file as `opened`. The
+/// keeper, the process at the other end of `link`, has kept it open under the tag `tag`.
+///
+/// Returns `None` if there is none. One of another file is dropped by the keeper.
 fn find_kept_descriptor_of(
     opened: &OwnedFd,
     link: &KeeperLink,
@@ -168,12 +171,11 @@ impl Locks {
         Self::acquire(backing, files, members, sharing, keeper_link)
     }
 
-    /// Locks the backing directory against other processes of this host. If this host commits transactions together
-    /// with other hosts (`members`), it also takes the lease of this host, which excludes processes on all hosts.
+    /// Locks the backing directory against other processes of this host. The error names the process that has the lock.
     ///
-    /// `link` is the keeper, which holds the locks if this process dies. The arena is locked later.
-    ///
-    /// The error names the process that has the lock.
+    /// If this host commits transactions together with other hosts (`members`), it also takes this host's lease: a
+    /// locked file in the backing, so that no process on any host acts in its name. `link` leads to the keeper, a
+    /// process that holds the locks if this one dies. The arena (the mount's memory) is locked later.
     pub(crate) fn acquire(
         backing: &Path,
         files: &RuntimeFiles,

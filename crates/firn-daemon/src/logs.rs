@@ -62,15 +62,15 @@ const RETRY_EVERY: Duration = Duration::from_millis(50);
 /// is reported as written only after this time.
 const CLOSE_REPORT_DELAY_MAX: Duration = Duration::from_secs(1);
 
-/// Adds the log layer to the store `base` if the backing has files in logs, if the options ask for logs, or if another
-/// host may make such files. Otherwise it returns `base` as it is. In a log, one host appends its writes to a file; a
-/// container is a directory with all logs of the file.
+/// Adds the layer of logs to the store `base`, in which each host appends its writes of a file to a log of its own.
+/// Returns `base` as it is if no file can be in logs: the backing has none, the options ask for none, and no other host
+/// may make some.
 ///
 /// `new_files` says whether the options decide where new files go. `nameless_files` are the open files of an earlier
-/// firnd that may have lost their last name: their containers stay.
+/// firnd that may have lost their last name; their logs stay.
 ///
-/// If this host may write to logs, it takes its lease first (a locked file in the backing), because other hosts must
-/// see that it is alive. Fails if another process has the lease.
+/// A host that may write to logs takes its lease first. That is a locked file in the backing by which other hosts see
+/// that it is alive. Fails if another process has the lease.
 pub(crate) fn open_store(
     backing: &Path,
     base: PlaceableStore,
@@ -86,7 +86,7 @@ pub(crate) fn open_store(
         logs_new_files || has_containers(backing, &base)? || do_other_hosts_log(backing, options)?;
     if !needs_logs {
         if may_write {
-            // A removal that a killed process has begun is finished.
+            // A killed process may have begun to remove the last logs. That removal is finished here.
             firn_log::remove_half_removed_containers(&base).map_err(own_error(backing))?;
         }
         return Ok(LoggableStore::Lower(base));

@@ -159,9 +159,11 @@ impl Report for LossesBelow<'_> {
     }
 }
 
-/// Returns the line of the report for one loss in the file at `path`: what is damaged in the container, the directory
-/// of the file's logs, and what that does to the file. Damaged can be a log (bytes of one host), its index (where these
-/// bytes belong), or a file about the whole container (the seal or the head), which has no host.
+/// Returns the line of the report for one loss of data in the file at `path`: what is damaged among its logs, and what
+/// that does to the file.
+///
+/// Damaged is the log of one host (its bytes), or the index of that log (where the bytes belong). The seal and the head
+/// are about all logs together, so they have no host.
 fn describe_loss(path: PathBuf, loss: &Loss) -> ReportLine<'_> {
     let (host, damaged, effect) = match &loss.lost {
         LostPart::Bytes { range, host, log } => {

@@ -45,9 +45,11 @@ pub(crate) struct OpenedLowerStore {
     pub(crate) parts: Vec<Arc<dyn Part>>,
 }
 
-/// Opens the store below transactions: the backing directory with the layers that its files need. A lane is the
-/// directory of one I/O server; a log has one host's writes to a file. The store has lanes or logs if files lie in
-/// them, or if the options ask for them. The host's lease is taken if it may write logs.
+/// Opens the backing directory with the layers that its files need, which is the store below transactions. The layer of
+/// lanes spreads data over the directories of several I/O servers. In the layer of logs, each host has a log of its
+/// writes.
+///
+/// A layer is present if files lie in it, or if the options ask for it. The host's lease is taken if it may write logs.
 pub(crate) fn open_lower_store(
     target: &AttachTarget<'_>,
     directory: DirBacking,
@@ -57,6 +59,8 @@ pub(crate) fn open_lower_store(
     let &AttachTarget {
         backing, options, ..
     } = target;
+    // In a recovery the options do not decide where new files go. A mount may also tell the file system on which server
+    // to put each new file (steering).
     let (SteeredBacking { directory, steered }, new_files) = match target.purpose {
         AttachPurpose::Mount => (
             steering::open_steered(directory, options)?,

@@ -269,12 +269,11 @@ impl Owners {
         owner.map_or(TransactionOwner::Unowned, |owner| owner.to_stored())
     }
 
-    /// Begins a request about the transaction of a scope (the path that it covers); dropping the returned guard ends
-    /// it. While a guard exists, the transaction is not aborted for the end of its owner. Waits for an abort that is in
-    /// progress.
+    /// Begins a request about the transaction that covers the path `scope`. Until the returned guard is dropped, the
+    /// transaction is not aborted, even if its owner ends: the connection or process for which it was begun.
     ///
-    /// Fails if the owner (the connection or process for which it was begun) is gone: its open transaction was aborted,
-    /// or could not be aborted yet.
+    /// Fails if the owner of an open transaction has ended already: the transaction was aborted, or cannot be aborted
+    /// yet. Waits for an abort that is in progress.
     pub(crate) fn begin_request(&self, scope: &[u8]) -> Result<RequestGuard<'_>, RequestRefusal> {
         let mut table = self.table.lock();
         loop {

@@ -27,6 +27,7 @@ use crate::error::AttachError;
 use crate::host_lease::{open_backing, own_error};
 use crate::host_name::host_name;
 
+// The names of the terms, and below the values of `layout`, as hosts store them for each other.
 const FORMATS: &str = "formats";
 const VERSION: &str = "version";
 const LAYOUT: &str = "layout";

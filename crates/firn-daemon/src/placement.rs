@@ -213,13 +213,12 @@ pub(crate) enum NewFiles {
     InBacking,
 }
 
-/// Opens the lanes of a backing (directories of I/O servers with the data of files) if its record has some, or if the
-/// options ask for lanes. The record is a file in the backing that lists them. Otherwise it returns the directory
-/// alone.
+/// Opens a backing together with its lanes, the directories of I/O servers that have the data of its files. Returns the
+/// directory `directory` alone if neither its record (the file that lists the lanes) nor the options name any.
 ///
-/// `new_files` says whether the options decide where new files go. `notice` is called with a message for each lane that
-/// cannot be reached. The files of such a lane cannot be used; the other files can. Fails if a lane of the options
-/// cannot be reached.
+/// Fails if a lane of the options cannot be reached. For any other lane that cannot be reached, `notice` is called with
+/// a message, and only the files of that lane cannot be used. `new_files` says whether the options decide where new
+/// files go.
 pub(crate) fn open_store(
     backing: &Path,
     directory: DirBacking,

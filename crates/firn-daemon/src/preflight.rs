@@ -172,7 +172,9 @@ fn unmount_dead_mount(path: &Path, notice: &mut dyn FnMut(String)) -> Result<(),
         let text = "a dead mount of another program is there: unmount it first (umount -l)";
         return Err(unusable(io::Error::other(text)));
     };
-    firn_fuse::detach(&canonical, true).map_err(unusable)?;
+    // A lazy unmount succeeds even while programs still have files open there.
+    let lazy = true;
+    firn_fuse::detach(&canonical, lazy).map_err(unusable)?;
     notice(format!(
         "removed the dead mount of {} at {} (its firnd had ended)",
         quoted_path(&mount.backing),

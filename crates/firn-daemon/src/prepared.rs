@@ -55,9 +55,11 @@ pub(crate) enum PreparedFrontend {
 }
 
 impl PreparedFrontend {
-    /// Prepares the frontend that the options name: a FUSE adapter, or a stub tree (empty files on tmpfs). Programs do
-    /// not see it yet. `gate` admits changes before they reach the engine, if the mount has transactions; `file_locks`
-    /// reach other hosts.
+    /// Prepares the frontend that the options name, by which programs will use the mount: a FUSE adapter, or a stub
+    /// tree (empty files on tmpfs). Programs do not see it yet.
+    ///
+    /// `gate` makes changes wait for transactions, if the mount has them. `file_locks` are locks that also exclude
+    /// programs on other hosts.
     pub(crate) fn new(
         setup: &MountSetup<'_>,
         data_socket_path: &Path,

@@ -102,13 +102,15 @@ pub struct HostReport {
 /// Fails if the host has neither a lease nor transactions in the backing.
 pub fn recover_host(backing: &Path, host: String) -> Result<HostReport, RecoverError> {
     process::prepare();
-    let backing = preflight::check_backing(backing, false)?;
+    let read_only = false;
+    let backing = preflight::check_backing(backing, read_only)?;
     let members = Members {
         host,
         // The number of hosts is not used, because no votes are counted here.
         expected: Expected::Count(0),
     };
-    let mut lease = HostLease::new(&backing, None);
+    let keeper_link = None;
+    let mut lease = HostLease::new(&backing, keeper_link);
     let Some(dead_host) = lease.take_over_dead_host(&members.host)? else {
         return Err(RecoverError::NoSuchHost {
             host: members.host,
@@ -151,7 +153,8 @@ pub fn recover(
     request: RecoverRequest,
     progress: &mut dyn FnMut(u64, u64, &str) -> bool,
 ) -> Result<RecoverReport, RecoverError> {
-    let backing = preflight::check_backing(&request.backing, false)?;
+    let read_only = false;
+    let backing = preflight::check_backing(&request.backing, read_only)?;
     let files = find_runtime_files(&backing, &request.options)?;
     let stub_tree_path = waiting_tree(&files)?;
     if !files.arena.exists() && stub_tree_path.is_none() {

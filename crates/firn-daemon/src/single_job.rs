@@ -1,4 +1,5 @@
-//! Periodic jobs that may wait for the backing. They run on a worker ([`Class::Job`]), one of each kind at a time.
+//! Periodic jobs that may wait for the backing, the served directory. They run on a worker ([`Class::Job`]), one of
+//! each kind at a time.
 //!
 //! The main loop starts them. It must notice signals and unmounts, so it never waits for the backing itself.
 

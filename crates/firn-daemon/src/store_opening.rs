@@ -34,11 +34,12 @@ pub(crate) struct OpenedStore {
     pub(crate) parts: Vec<Arc<dyn Part>>,
 }
 
-/// Opens the store, the backing with its layers, and finishes or undoes the transactions that an earlier firnd has
+/// Opens the store, the backing with its layers, and finishes or undoes the transactions that an earlier mount has
 /// left. Data of an undone transaction is dropped from the arena (shared memory) first: after a crash in between, the
-/// next firnd finds the transaction again.
+/// next mount finds the transaction again.
 ///
-/// The caller has locked the backing and the arena. `lease` is taken if several hosts share the backing.
+/// The caller has locked the backing and the arena. `lease`, the locked file that shows that this host is alive, is
+/// taken if several hosts share the backing.
 pub(crate) fn open_store(
     target: &AttachTarget<'_>,
     directory: DirBacking,
@@ -76,8 +77,8 @@ struct RecoveredStore {
     undone_scopes: Vec<Vec<u8>>,
 }
 
-/// Adds the layer of transactions to a store, and finishes or undoes the transactions that an earlier firnd has left.
-/// If the options ask for no transactions, the layer is removed again; this fails while a prepared transaction waits
+/// Adds the layer of transactions to a store, and finishes or undoes the transactions that an earlier mount has left.
+/// If the options ask for no transactions, the layer is removed again. That fails while a prepared transaction waits
 /// for a commit or abort.
 ///
 /// `members` are the hosts that commit together; `None` if this host commits alone.
@@ -202,9 +203,10 @@ fn checkpoint_keys(rules: &[String], scopes: &[Vec<u8>]) -> Vec<Vec<u8>> {
         .collect()
 }
 
-/// Drops the data in this arena (the host's shared memory) that belongs to transactions which this mount cannot end:
-/// those of other participants or of another host name. Only a mount with the same participants and host name, or `firn
-/// recover`, ends such a transaction. Here the transaction stays as it is.
+/// Drops the data in this arena (the host's shared memory) that belongs to transactions which this mount cannot end.
+/// They were begun with other participants, or under another host name.
+///
+/// Such a transaction stays as it is: only a mount with those participants and that name, or `firn recover`, ends it.
 fn drop_data_of_other_staging_owners(
     backing: &Path,
     directory: &DirBacking,

@@ -68,9 +68,11 @@ pub(crate) struct TakenOverMount {
 }
 
 impl TakenOverMount {
-    /// Opens what the dead firnd has left for this one, which continues its mount: the live table, a mapped file that
-    /// lists what the kernel knows. `connection` has the descriptors that the keeper has held. Fails if the table
-    /// cannot be used.
+    /// Opens what a dead serving process has left for this one, which continues its mount: the live table, a mapped
+    /// file that lists what the kernel knows. Fails if the table cannot be used.
+    ///
+    /// `connection` has the descriptors of the mount, which the keeper (the process that started this one) has kept
+    /// open.
     pub(crate) fn open(
         files: &RuntimeFiles,
         connection: ResumedConnection,
@@ -141,14 +143,15 @@ impl TakenOverMount {
         Some(time_from_clock_ticks(last_death))
     }
 
-    /// Returns the scopes from which the kernel may have cached names and bytes of an aborted transaction.
+    /// Returns the paths of aborted transactions of which the kernel may still cache names and bytes. The empty path
+    /// stands for the whole mount.
     fn lost_scopes(&self) -> BTreeSet<Vec<u8>> {
         let contents = &self.resumed.contents;
-        if contents
+        let died_during_abort = contents
             .transactions
             .iter()
-            .any(|stored| stored.entry.is_ending)
-        {
+            .any(|stored| stored.entry.is_ending);
+        if died_during_abort {
             // firnd died during an abort, perhaps after the transaction had ended and before the kernel was informed.
             // The live table has no path of the transaction, so the whole mount counts.
             return BTreeSet::from([Vec::new()]);
@@ -159,7 +162,7 @@ impl TakenOverMount {
         }
         match self.last_loss() {
             // The firnd that aborted the transactions has died too, and the live table has no full paths. So the whole
-            // mount counts, which is the scope with the empty path.
+            // mount counts.
             Some(loss) if uptime().saturating_sub(loss) < RECENT_LOSS => {
                 BTreeSet::from([Vec::new()])
             }
@@ -212,8 +215,11 @@ impl TakenOverMount {
     }
 }
 
-/// Gives up the open files of programs that have lost file locks; these programs get EIO. A lock is lost if the keeper
-/// has not held its lock file open since the earlier firnd died: another host may have taken it.
+/// Gives up the open files of programs that have lost file locks; these programs get EIO. All hosts see a lock as a
+/// lock of a second file, its *lock file*.
+///
+/// A lock is lost if its lock file is not in `kept`: no process had that file open after the earlier serving process
+/// died, so another host may have taken the lock.
 fn abandon_handles_without_locks(resumed: &Resumed, kept: &[KeptLockFile]) {
     let is_kept = |lock: &FileLock| kept.iter().any(|file| file.ino == lock.lock_file);
     let mut handles_without_locks = HashSet::new();
@@ -299,9 +305,11 @@ pub(crate) struct Takeover {
 }
 
 impl Takeover {
-    /// Prepares a new mount so that another firnd can continue it if this one dies. That needs a keeper (`link`), which
-    /// starts that firnd, and for FUSE a live table, a mapped file with what the kernel knows. If something is missing,
-    /// `obstacle` says why, and the mount works without this.
+    /// Prepares a new mount so that another process can continue to serve it if this one dies. If that is impossible,
+    /// `obstacle` says why, and the mount works without it.
+    ///
+    /// It needs a keeper (`link`), which starts the next process, and for FUSE a live table, a mapped file with what
+    /// the kernel knows.
     pub(crate) fn for_new_mount(
         request: &MountRequest,
         engine: &Arc<Engine<Store>>,
@@ -372,9 +380,11 @@ impl Takeover {
         }
     }
 
-    /// Passes the FUSE connection to the keeper, and writes the header of the live table (a mapped file for the next
-    /// firnd), so that the next firnd finds both. `exchange` is the first exchange with the kernel. The error is the
-    /// reason why no other firnd can continue the mount.
+    /// Stores what another process needs to continue this mount if this one dies. The keeper, a process beside this
+    /// one, gets the FUSE connection. The live table, a mapped file that says what the kernel knows, gets its header.
+    ///
+    /// `exchange` is the first exchange with the kernel. The error is the reason why no other process can continue the
+    /// mount.
     fn store_connection(
         &self,
         device: BorrowedFd<'_>,
@@ -432,9 +442,11 @@ enum UpgradeError {
 }
 
 impl Takeover {
-    /// Prepares an upgrade: passes the program of the process `client` to the keeper, and the request of the mount with
-    /// `changes` of its options. When this process ends, the keeper starts that program as the next firnd. Returns the
-    /// process of the keeper.
+    /// Prepares an upgrade of the serving process to the program of the process `client`, with `changes` of the mount's
+    /// options. The keeper, a process beside this one, gets that program and the changed request. When this process
+    /// ends, the keeper starts the program in its place.
+    ///
+    /// Returns the process of the keeper.
     fn prepare_upgrade(&self, client: u32, changes: &str) -> Result<Pid, UpgradeError> {
         let Some(link) = &self.link else {
             return Err(UpgradeError::NotReady("it has no keeper"));
@@ -570,8 +582,10 @@ impl Part for Takeover {
     }
 }
 
-/// Returns the FUSE connection that the keeper has held since the last firnd died; `None` for a new mount, or for a
-/// stub tree (empty files on tmpfs), which has no connection.
+/// Returns the FUSE connection of a mount after the death of the process that served it. The keeper, the process that
+/// started this one, has kept it open, with what else is in the result.
+///
+/// `None` for a new mount, or for a stub tree (empty files on tmpfs), which has no connection.
 pub(crate) fn connection_of_resumed_mount(
     resumed: Option<ResumedMount>,
 ) -> Option<ResumedConnection> {

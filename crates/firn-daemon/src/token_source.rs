@@ -93,8 +93,11 @@ impl TokenSource {
     }
 }
 
-/// Opens the directory of token files in the backing; a host that may write to a lane (I/O server) has its file locked
-/// with flock(2). Takes this host's lease first, which fails if locks do not reach other hosts.
+/// Opens the directory of token files in the backing. There is one for each lane (I/O server); the host that may write
+/// to the lane has the file locked with flock(2).
+///
+/// First takes this host's lease, a locked file by which other hosts see that it is alive. That fails if locks do not
+/// reach other hosts.
 fn open_flock(
     backing: &Path,
     options: &Options,

@@ -86,15 +86,16 @@ impl UndoneScopes {
         self.has_uninformed_scope.load(Ordering::Acquire)
     }
 
-    /// Fails with ECANCELED if the program that makes a change does not know yet that its transaction was aborted when
-    /// firnd died. The error informs it. This is recorded in the live table (a mapped file for the next firnd), so that
-    /// each process gets the error once. A scope is the path that the transaction covered.
+    /// Refuses a change with ECANCELED if its transaction was aborted when firnd, the serving process, died and the
+    /// program does not know that yet. Each process gets this error once: the live table, a mapped file for the next
+    /// firnd, records which processes were informed.
     ///
     /// Only processes that ran at that death are informed. A request that an earlier firnd had received already
     /// (`is_repeated`) is always refused.
     pub(crate) fn check_change(&self, change: &RequestedChange<'_>) -> Result<(), Errno> {
         let entries = self.table.undone_scopes();
-        // An entry with `informed` records a process that was informed; one without it is an aborted scope.
+        // An entry with `informed` records a process that was informed; one without it is an aborted scope, the path
+        // that a transaction covered.
         let mut informed_entries = Vec::new();
         let mut aborted_scopes = Vec::new();
         for entry in entries.iter().filter(|entry| change.may_be_in(entry)) {

@@ -1,4 +1,5 @@
-//! Opens a backing that is not mounted on this host, and describes what is found there without a use.
+//! Opens a backing (the directory that a mount serves) while it is not mounted on this host, for commands such as a
+//! repair. Also the report about files that nothing refers to.
 
 use std::path::{Path, PathBuf};
 
@@ -44,7 +45,8 @@ pub(crate) fn open_unmounted(
     backing: &Path,
     options: &Options,
 ) -> Result<UnmountedBacking, AttachError> {
-    let backing = preflight::check_backing(backing, false)?;
+    let read_only = false;
+    let backing = preflight::check_backing(backing, read_only)?;
     let files = find_runtime_files(&backing, options)?;
     let locks = Locks::acquire_unmounted(&backing, &files, LockSharing::Exclusive)?;
     let directory = DirBacking::open(&backing).map_err(|source| AttachError::BackingUnusable {

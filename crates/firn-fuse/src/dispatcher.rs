@@ -417,9 +417,11 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         change_to_report(self.gate.as_deref(), change)
     }
 
-    /// Runs a change as [`Dispatcher::run_change`] does. If the change is to be reported to the commit rules (they
-    /// recognise a program's checkpoint by its changes, and commit it), a worker runs it, because the report may wait
-    /// for a commit. `call` makes the change by the [`ChangeReporter`] that it gets.
+    /// Runs `call`, which makes a change of a program, and reports the change to the commit rules of the mount if
+    /// `to_report` is set. The rules recognise a program's checkpoint by its changes, and commit it.
+    ///
+    /// Such a report may wait for a commit, so a worker then runs `call`; otherwise it runs as in
+    /// [`Dispatcher::run_change`]. `call` makes the change by the [`ChangeReporter`] that it gets.
     fn run_reported_change(
         &self,
         caller: Caller,

@@ -118,7 +118,8 @@ impl Session {
             Ok(served) => served,
             Err(error) => {
                 // The error of the start is reported; a failure of this clean-up would only hide it.
-                let _ = device::detach(&mount_point, true);
+                let lazy = true;
+                let _ = device::detach(&mount_point, lazy);
                 return Err(SessionError::Start(error));
             }
         };

@@ -143,9 +143,9 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
             .write(write.target.handle, offset, remainder, write.principal())
     }
 
-    /// Passes the gate, which makes changes wait for transactions, and returns the pass: the right to make this write.
-    /// A write may pass while a transaction is prepared, except for one that changes the backing (the directory below
-    /// the mount) first.
+    /// Waits until transactions allow a write, and returns the right to make it (a pass). While a transaction is
+    /// prepared, a write that needs only memory is allowed. A write that first changes the backing (the directory below
+    /// the mount) is not, and waits for the outcome.
     fn enter_gate<'a>(
         &self,
         gate: &'a dyn Gate,

@@ -159,8 +159,8 @@ impl PartnerService {
         self.lock().has_marked_all
     }
 
-    /// Registers a connection as that of the follower `host`, which keeps copies of this host's files: the chosen
-    /// partner, or an earlier one. It replaces an earlier connection of the host, and ends when the result is dropped.
+    /// Registers a new connection of `host`, which keeps copies of this host's files: as the chosen partner, or as an
+    /// earlier one. It replaces an earlier connection of that host. Dropping the result ends the registration.
     ///
     /// A host that was dismissed (told to drop its copies) is refused. If no partner is chosen, the error is
     /// [`ErrorKind::Stale`]: the host may try again.

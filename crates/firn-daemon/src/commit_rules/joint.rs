@@ -184,9 +184,11 @@ impl DeadHostCache {
 }
 
 impl CommitRules {
-    /// Takes the commits of checkpoints that several hosts write from step to step, until [`CommitRules::stop`]. A
-    /// scope is the set of names of one checkpoint. This is the main function of the thread; only it calls the backing
-    /// for these steps.
+    /// Runs the thread that commits checkpoints which several hosts write, until [`CommitRules::stop`]. In each round
+    /// it reads what the other hosts have published about each open checkpoint (`scope`), and takes the next step of
+    /// its commit.
+    ///
+    /// Only this thread calls the backing for these steps.
     pub(crate) fn watch_hosts(&self) {
         let mut dead_hosts = DeadHostCache::default();
         // The pauses between reads of the ballots become longer; after each step they are short again.
@@ -345,8 +347,10 @@ impl CommitRules {
     }
 
     /// Renames this host's names of a checkpoint as another host has renamed its own, for example from `step_5.tmp` to
-    /// `step_5`. That rename was the event that completes the checkpoint, and is in the ballot, the directory in which
-    /// the hosts agree. Each event is followed once; after an error the next call tries again.
+    /// `step_5`. The other host has recorded its renames in the `ballot` (the directory in which the hosts agree), with
+    /// the event that completes the checkpoint.
+    ///
+    /// The renames are made once for each checkpoint. After an error the next call tries again.
     fn follow_renames(
         &self,
         scope: ScopeNumber,
@@ -447,9 +451,10 @@ impl CommitRules {
         Ok(renamed?)
     }
 
-    /// Returns the state of this host's part of a checkpoint (what its programs wrote) and the next step of its commit;
-    /// `None` if this host has no part. `view` is what the hosts have published, and `dead` are the hosts that do not
-    /// live any more.
+    /// Decides the next step of a checkpoint's commit on this host. Also returns the state of this host's part: what
+    /// its programs wrote. `None` if this host has no part.
+    ///
+    /// `view` is what the hosts have published, and `dead` are the hosts that do not live any more.
     fn find_step(
         &self,
         scope: ScopeNumber,
@@ -655,11 +660,12 @@ impl CommitRules {
         self.abort_scope(scope, &reason);
     }
 
-    /// Waits until the hosts have committed or aborted checkpoints, for at most `participants-wait`. `scopes` are their
-    /// numbers. This host has seen the event, the change that completes each of them by its rule.
+    /// Lets a program wait until the hosts have committed the checkpoints with the numbers `scopes`, for at most
+    /// `participants-wait`. `event` is what the program has done.
     ///
-    /// Returns `Ok` if each scope is committed, or waits for a host that still writes. Fails with EIO if one is aborted
-    /// or refused, and with ETIMEDOUT after the wait.
+    /// Returns `Ok` also for a checkpoint of which another host still writes its part, unless `event` is the first
+    /// change of the next checkpoint. Fails with EIO if a checkpoint is aborted or its commit refused, and with
+    /// ETIMEDOUT after the wait.
     pub(super) fn await_hosts(
         &self,
         scopes: &[ScopeNumber],

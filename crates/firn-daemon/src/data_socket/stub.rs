@@ -91,9 +91,9 @@ impl AppendSource<'_> {
         }
     }
 
-    /// Returns the progress of this append that an earlier firnd recorded before it was killed. It is behind the bytes
-    /// in the client's memory file (memfd), and the client repeats the request. An append in a packet has no such
-    /// record.
+    /// Returns how far an earlier serving process came with this append before it was killed; the client then repeats
+    /// the request. That process noted it behind the bytes in the client's memory file (memfd). An append in a packet
+    /// has no such note.
     fn earlier_progress(&self) -> Result<EarlierProgress, Errno> {
         let Self::File { file, len } = self else {
             return Ok(EarlierProgress::None);
@@ -325,6 +325,7 @@ impl<B: Backing> StubRequest<'_, B> {
         if count_to_store == 0 && source.len() > 0 {
             return Err(Errno::FBIG);
         }
+        // Without a count, the record says that the append has begun.
         source.record_progress(offset, None)?;
         let write_result =
             self.write_rest(handle, source, offset, &mut stored_count, count_to_store);

@@ -1,4 +1,4 @@
-//! The errors of a check.
+//! The errors of `firn check`, which reads an arena (a mount's shared memory) or the logs of files.
 
 use std::io;
 use std::path::PathBuf;

@@ -1,4 +1,4 @@
-//! The errors of a mount.
+//! The errors of `firn mount`, and of firnd, the process that serves the mount.
 
 use std::io;
 use std::path::{Path, PathBuf};

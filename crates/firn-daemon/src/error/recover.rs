@@ -1,4 +1,4 @@
-//! The errors of a recovery.
+//! The errors of `firn recover`, which copies or discards data that an ended mount has left on the host.
 
 use std::io;
 use std::path::PathBuf;

@@ -184,8 +184,9 @@ fn describe_upgrade(upgrade: LastUpgrade, kept: &[KeptDescriptor]) -> io::Result
 }
 
 impl ResumedMount {
-    /// Returns the mount that these descriptors belong to; the keeper has held them since the earlier firnd died, at
-    /// `death_time` after the boot. The descriptors are duplicated, so `kept` stays complete for the next firnd.
+    /// Returns the mount that these descriptors belong to. Its serving process died at `death_time` after the boot, and
+    /// the keeper, a process beside it, has kept them open. They are duplicated, so `kept` stays complete for the next
+    /// serving process.
     fn from_kept(kept: &[KeptDescriptor], death_time: Duration) -> io::Result<Self> {
         let device = copy_descriptor(kept, Tag::Device)?;
         let mut nameless_files = Vec::new();
@@ -389,8 +390,8 @@ impl KeeperLink {
         }
     }
 
-    /// Starts another keeper after the last one was killed; it gets all descriptors and starts the next firnd when this
-    /// one dies. If that fails, no more keepers are started.
+    /// Starts another keeper after the last one was killed. A keeper holds copies of this process's descriptors, and
+    /// starts the next serving process when this one dies. If that fails, no more keepers are started.
     fn replace_keeper(&self) {
         let mut state = self.state.lock();
         if state.is_ending {

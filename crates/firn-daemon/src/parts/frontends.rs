@@ -1,5 +1,6 @@
-//! The part of each frontend: figures of the kernel's requests for FUSE, or the names of a stub tree, a mount of empty
-//! files on tmpfs.
+//! The work for each frontend (the way in which programs use a mount) from the start of the mount to its end. For FUSE
+//! these are figures of the kernel's requests. For a stub tree, a mount of empty files on tmpfs, its names are created
+//! in the backing.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

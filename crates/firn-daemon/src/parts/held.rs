@@ -1,4 +1,5 @@
-//! Parts that hold something until the mount ends, and do nothing else.
+//! Values that a mount only has to keep until its end, such as its locks: they are released when the mount stops. Each
+//! is a *part*, one feature or resource that a mount starts and stops.
 
 use std::sync::Arc;
 

@@ -135,8 +135,8 @@ fn unix_microseconds(time: SystemTime) -> u64 {
 }
 
 impl Part for Record {
-    /// Starts the thread that takes samples of the engine's counters for the record of the run. Each sample says how
-    /// long the pause before the next one is.
+    /// Starts the thread that takes samples of counters, for the summary of the mount's life. Each sample says how long
+    /// the pause before the next one is.
     fn start(&self, _: &Parts) -> Result<(), MountError> {
         let recorder = Arc::clone(&self.recorder);
         let (stop, stopped) = channel();
@@ -226,8 +226,8 @@ impl Recorder {
         &self.identity.engine
     }
 
-    /// Takes one sample of the engine's counters and of the events of files for the record of the run, and returns the
-    /// time until the next one. Logs an event if the arena has become full, or if the backing fails.
+    /// Takes one sample of counters and of the events of files, for the summary of the mount's life. Returns the time
+    /// until the next one. Logs an event if the shared memory (arena) has become full, or if the backing fails.
     fn take_sample(&self) -> Duration {
         let engine = self.engine();
         // The lock is held for the whole sample, so that samples are added in the order of their time.

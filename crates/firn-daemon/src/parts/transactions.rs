@@ -41,8 +41,9 @@ pub(crate) struct Transactions {
 }
 
 impl Transactions {
-    /// Returns the part for the transactions of a mount. `gate` admits changes before they reach the engine;
-    /// `hosts_timeout` limits waits for other hosts; `rules` are the commit rules, if there are some.
+    /// Returns the part for the transactions of a mount. `gate` makes changes of programs wait for transactions;
+    /// `hosts_timeout` limits waits for other hosts. `rules` begin and end transactions for programs that request none,
+    /// if the mount has such rules.
     pub(crate) fn new(
         gate: &Arc<TransactionGate>,
         hosts_timeout: Duration,

@@ -169,9 +169,9 @@ fn completes_transaction(request: &Request) -> bool {
     matches!(request, Request::Prepare { .. } | Request::Commit { .. })
 }
 
-/// Begins a request about the transaction of a scope (the directory that it covers). While the guard exists, the
-/// transaction is not aborted for the end of its owner, a connection or process. The error is the reply if the owner is
-/// gone.
+/// Begins a request about the transaction that covers the directory `scope`. Until the returned guard is dropped, the
+/// transaction is not aborted, even if its owner (a connection or process) ends. If the owner has ended already, the
+/// error is the reply to the client.
 ///
 /// A begin or a restore does not need the earlier owner: once the earlier transaction is aborted, the request begins.
 fn begin_request<'a>(

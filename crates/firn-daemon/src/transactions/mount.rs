@@ -1,5 +1,5 @@
-//! What the steps of a transaction need of the mount: changes of programs are stopped, data is drained to the backing
-//! directory, and the kernel's cache is cleared.
+//! Does for the steps of a transaction what only the mount can do: stops changes of programs, drains data to the
+//! backing directory, clears the kernel's cache, and finds out which hosts are alive.
 
 use std::cell::OnceCell;
 use std::ffi::OsStr;

@@ -48,6 +48,7 @@ pub(crate) fn record_undone(gate: &TransactionGate, scope: &[u8]) {
 /// Counts a step of the transaction in `scope`, the path that it covers, and logs it with `log-level=debug`. `id` is
 /// the number of a prepared transaction.
 pub(super) fn record_step(gate: &TransactionGate, event: Event, scope: &[u8], id: Option<u64>) {
+    // The index of the step in `EVENTS`.
     let index = match event {
         Event::Begin => 0,
         Event::Quiesce => 1,

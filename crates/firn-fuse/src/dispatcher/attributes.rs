@@ -37,8 +37,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
-    /// Answers a setattr: chmod(2), chown(2), utimensat(2) or truncate(2). A change of the contents first passes the
-    /// gate, which makes changes wait for transactions. A truncation is reported to the commit rules, which recognise a
+    /// Answers a setattr: chmod(2), chown(2), utimensat(2) or truncate(2). A change of the contents first waits for
+    /// transactions (it passes the gate). A truncation is also reported to the commit rules, which recognise a
     /// program's checkpoint by its changes.
     pub(super) fn setattr(&self, caller: Caller, inode: InodeId, set: SetAttr, reply: Reply<R>) {
         let options = self.options;
@@ -74,8 +74,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         }
     }
 
-    /// Answers a setxattr. If the kernel repeats the request of an earlier firnd (the serving process, which died), the
-    /// attribute may be set already.
+    /// Answers a setxattr. If the serving process died before it answered, the kernel sends the request again. An
+    /// attribute that the dead process set for it then counts as success.
     pub(super) fn setxattr(
         &self,
         caller: Caller,

@@ -53,10 +53,12 @@ impl<B: Backing, R: Responder> PendingClose<B, R> {
         });
     }
 
-    /// Step 3 of a close(2): lets the engine flush the file, and then passes the result to the answer (step 4). The
-    /// close waits for the file's pending bytes, unless the options say otherwise. If the backing (the directory below
-    /// the mount) has further work for a closed file, that work comes first. `released` is the result of the earlier
-    /// steps; its error is passed on if this step succeeds.
+    /// Step 3 of a close(2), after the release of locks and the write of what mappings have stored: lets the engine
+    /// flush the file, and then answers. The close waits for the file's pending bytes, unless the options say
+    /// otherwise.
+    ///
+    /// If the backing (the directory below the mount) has further work for a closed file, that comes before the answer.
+    /// `released` is the result of the earlier steps; its error is passed on if this step succeeds.
     fn flush(self, released: Result<(), Errno>) {
         let Self { engine, answer, .. } = self;
         let (inode, handle, closing) = (answer.inode, answer.handle, answer.closing);

@@ -110,8 +110,10 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 
     /// Answers a link(2), and reports the change to the commit rules, which recognise a program's checkpoint by its
-    /// changes. If the kernel repeats the request of an earlier firnd (the serving process, which died), that firnd may
-    /// have made the link already; this counts as success.
+    /// changes.
+    ///
+    /// If the serving process died before it answered, the kernel sends the request again. A link that the dead process
+    /// made for it then counts as success.
     pub(super) fn link(
         &self,
         caller: Caller,
@@ -148,8 +150,10 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 
     /// Removes a name: by rmdir(2) if `kind` is [`Kind::Dir`], else by unlink(2). Reports the change to the commit
-    /// rules, which recognise a program's checkpoint by its changes. If the kernel repeats the request of an earlier
-    /// firnd (the serving process, which died), that firnd may have removed the name already; this counts as success.
+    /// rules, which recognise a program's checkpoint by its changes.
+    ///
+    /// If the serving process died before it answered, the kernel sends the request again. If the dead process removed
+    /// the name for it, that counts as success.
     fn remove_name(&self, caller: Caller, child: Name<'_>, kind: Kind, mut reply: Reply<R>) {
         let child = child.to_owned();
         let to_report =
@@ -173,8 +177,10 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 
     /// Answers a rename(2), with the flags of renameat2(2). Reports the change to the commit rules, which recognise a
-    /// program's checkpoint by its changes. If the kernel repeats the request of an earlier firnd (the serving process,
-    /// which died), that firnd may have renamed already; this counts as success.
+    /// program's checkpoint by its changes.
+    ///
+    /// If the serving process died before it answered, the kernel sends the request again. If the dead process made the
+    /// rename for it, that counts as success.
     pub(super) fn rename(
         &self,
         caller: Caller,
@@ -224,8 +230,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     /// Makes an object in a directory by `create`, and answers with its entry. Reports the change to the commit rules,
     /// which recognise a program's checkpoint by its changes.
     ///
-    /// The kernel repeats a request if the firnd that served the mount died before it answered. If that firnd had made
-    /// the object, the answer has that object, and `create` is not called.
+    /// If the serving process died before it answered, the kernel sends the request again. If the dead process made the
+    /// object for it, the answer has that object, and `create` is not called.
     fn run_creation(
         &self,
         caller: Caller,
@@ -263,9 +269,8 @@ struct NewObject {
 }
 
 impl NewObject {
-    /// Looks for the object that an earlier firnd (which served this mount) made for the same request before it died.
-    /// `began` is the time at which that firnd began the request: an older object was not made by it. `None`: it had
-    /// not made the object.
+    /// Looks for the object that an earlier serving process made for the same request before it died; `None` if there
+    /// is none. `began` is the time at which that process began the request, so an older object was not made for it.
     fn find_made<B: Backing>(
         &self,
         engine: &Engine<B>,

@@ -225,9 +225,11 @@ fn record_handle<B: Backing, R: Responder>(
     engine.record_open_handle(handle, reply.number(), flags, passthrough_number);
 }
 
-/// Returns the flags with which to create a file. The kernel repeats a request if the firnd that served the mount has
-/// died. If that firnd has already made the file, O_EXCL and O_TRUNC are left out: the open then opens that file.
-/// Stores a note of the request in shared memory, for the next firnd, if O_EXCL is set.
+/// Returns the flags with which to create a file. They differ from `flags` only with O_EXCL, and only if the kernel
+/// sends the request again because the serving process died before it answered.
+///
+/// If the dead process made the file, O_EXCL would make the repeated open fail. So O_EXCL and O_TRUNC are left out, and
+/// that file is opened. A note of this request is stored in shared memory for the next such case.
 fn flags_to_create<B: Backing, R: Responder>(
     engine: &Engine<B>,
     new_file: CreatedObject<'_>,
