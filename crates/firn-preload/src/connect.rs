@@ -230,9 +230,12 @@ impl ServedFiles {
     }
 }
 
-/// Returns the link number of the connection to the firnd (serving process) of a token's arena, the shared memory of a
-/// mount. It connects if there is none; a new connection also carries `first_request`. `None` means that there is no
-/// connection: all links are in use or locked, too many connections were made, or firnd is not there.
+/// Returns the number of a connection to the firnd (serving process) of a mount, and connects if there is none. `token`
+/// names firnd's socket and the mount's *arena* (its shared memory). Requests of this process for all files of the
+/// mount use the same connection.
+///
+/// A new connection sends `first_request` at once. Returns `None` if all places for connections are in use or locked,
+/// if too many connections were made, or if firnd is not there.
 fn connect(
     token: &Token,
     served_files: ServedFiles,
@@ -246,6 +249,7 @@ fn connect(
         if is_unused {
             state.arena = token.arena;
         }
+        // This place is for the connection to another mount.
         if state.arena != token.arena {
             continue;
         }

@@ -307,10 +307,12 @@ impl List {
         (self.start..self.end).contains(&offset)
     }
 
-    /// Decides how a list, which knows the places of the bytes of one part of the file, gets to know those at `offset`
-    /// outside of that part. It grows up to there if the read is near its end. Otherwise it may restart at `offset`, or
-    /// at 0 if the whole file fits. Returns false if the read is not worth that, so that the fallback (the kernel or
-    /// firnd) serves it.
+    /// Prepares the list for a read at `offset`, outside of the part of the file that the list covers. Returns false if
+    /// that is not worthwhile, so that the fallback (the kernel or firnd) serves the read.
+    ///
+    /// A list says where the bytes of one part of the file are. If the read is near the end of the part, the caller
+    /// extends the list up to there. Otherwise the list may forget the part and begin anew: at 0 if it has room for the
+    /// whole file, else at `offset`.
     fn prepare_extension(&mut self, offset: u64) -> bool {
         let known_bytes = (self.end - self.start).max(1);
         // The whole file has about this many extents (ranges with one place each), if they are alike everywhere.

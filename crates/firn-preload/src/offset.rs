@@ -56,9 +56,11 @@ impl Claim {
         Self::for_entry(locked.entry, locked.fd, range)
     }
 
-    /// Claims the range of a call: moves the offset behind it, so that a signal handler that interrupts the call gets
-    /// the next range. It also works in a handler whose thread holds the lock of the entry (the state of the
-    /// descriptor). The offset is *private* (kept by this process) or the kernel's.
+    /// Claims the range of a call: moves the descriptor's offset behind it. So a signal handler that interrupts the
+    /// call and uses the same descriptor gets the next range.
+    ///
+    /// The offset is *private* (kept by this process) or the kernel's. This function does not need the lock of the
+    /// entry (the descriptor's state), so the handler itself can call it too.
     #[inline(always)]
     pub(crate) fn for_entry(entry: &Entry, fd: c_int, range: CallRange) -> Self {
         let total = range.total;
