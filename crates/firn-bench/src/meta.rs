@@ -93,7 +93,8 @@ impl MetaArgs {
         Ok(report)
     }
 
-    /// Makes the directories of all candidates.
+    /// Makes the directories of the candidates: a FUSE server that only passes requests on (the baseline), the native
+    /// file system, and Firn. The file systems are mounted for each measurement.
     fn candidates<'a>(
         &self,
         work: &WorkDir,

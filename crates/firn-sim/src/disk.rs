@@ -140,6 +140,7 @@ pub struct Disk {
 }
 
 impl Default for Disk {
+    /// Makes a disk with an empty root directory and without a limit of space.
     fn default() -> Self {
         let mut root = Inode::new(libc::S_IFDIR | 0o755, Time::default());
         (root.nlink, root.parent) = (2, ROOT);

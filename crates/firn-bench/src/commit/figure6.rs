@@ -1,5 +1,5 @@
-//! Repeats figure 6 of the CprFS paper: reads and writes the records of one file as iozone does, with a checkpoint after
-//! each phase that writes.
+//! Repeats figure 6 of the CprFS paper: reads and writes the records of one file as iozone does, with a checkpoint
+//! after each phase that writes.
 
 use super::{BEHIND, CommitArgs, CommitCandidate, FIRN, IN_PLACE, NATIVE, PRELOAD, add_cases};
 use crate::backing::Kind;
@@ -56,13 +56,13 @@ pub(super) fn run(
         size_text(bytes)
     ));
     report.note(format!("CprFS against NFS, figure 6: {}", paper.join(", ")));
-    let who: Vec<&CommitCandidate> = candidates
+    let compared: Vec<&CommitCandidate> = candidates
         .iter()
         .filter(|one| ![IN_PLACE, BEHIND].contains(&one.name))
         .collect();
     for record_bytes in RECORDS {
         let title = format!("records of {}", size_text(record_bytes));
-        let samples = args.measure(&who, &title, |candidate| {
+        let samples = args.measure(&compared, &title, |candidate| {
             let path = candidate.dir.join("records");
             let mut samples = Vec::new();
             for phase in &PHASES {
@@ -107,16 +107,20 @@ fn add_goals(report: &mut Report, is_remote: bool) {
             (true, false) => continue,
             _ => Limit::Least(0.95),
         };
-        for who in [FIRN, PRELOAD] {
+        for candidate in [FIRN, PRELOAD] {
             let begins = format!("{}, records", phase.name);
             let cases = report
                 .cases
                 .iter()
                 .filter(|case| case.name.starts_with(&begins));
             let found: Vec<f64> = cases
-                .filter_map(|case| case.ratio(who, NATIVE, "rate"))
+                .filter_map(|case| case.ratio(candidate, NATIVE, "rate"))
                 .collect();
-            report.judge(format!("{}, {who} to {NATIVE}", phase.name), limit, &found);
+            report.judge(
+                format!("{}, {candidate} to {NATIVE}", phase.name),
+                limit,
+                &found,
+            );
         }
     }
 }

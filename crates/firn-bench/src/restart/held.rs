@@ -85,7 +85,9 @@ impl<'a> Files<'a> {
         self.mounts.memory.path().join("image")
     }
 
-    /// Returns all ways to read the file. The baseline comes first.
+    /// Returns the ways to read the file that are compared. The first one is the baseline, which reads a file of the
+    /// native file system. A way has a name, the file, the preparation of each read, and the preload library if it is
+    /// used.
     fn ways(&self) -> Vec<ReadWay<'_>> {
         let preload = Some(self.mounts.preload.as_path());
         let held = self.mounts.plain.path().join("image");
@@ -114,7 +116,8 @@ impl<'a> Files<'a> {
         ]
     }
 
-    /// Measures each way with read(2) and through a mapping, and adds the cases and the goals to the report.
+    /// Measures each way to read the file, first with read(2) and then through a mapping. Adds the cases and the goals
+    /// to the report, and how long the move of the file into a memory file took.
     pub(super) fn measure(&self, repeats: u32, report: &mut Report) -> anyhow::Result<()> {
         let file_system = crate::machine::file_system_of(&self.native);
         report.note(format!(
