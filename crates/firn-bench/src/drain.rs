@@ -14,6 +14,7 @@ use crate::report::{Limit, Report, Sample};
 use crate::worker::{self, Steps, Task};
 use firn_config::size_text;
 
+/// Bytes of a MiB, the unit in the report.
 const MIB: f64 = (1u64 << 20) as f64;
 /// Candidate: the computing program without a drain, which is the baseline.
 const ALONE: &str = "alone";

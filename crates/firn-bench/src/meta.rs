@@ -41,6 +41,7 @@ const fn phase(title: &'static str, operation: Operation, names: Names) -> Phase
     }
 }
 
+/// The operations in the order in which they are measured.
 const PHASES: [Phase; 5] = [
     phase("create, write 4K, close", Operation::Create, Names::None),
     phase("unlink", Operation::Unlink, Names::FromCreate),

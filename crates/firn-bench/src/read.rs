@@ -17,6 +17,7 @@ struct ReadWay {
     mmap: bool,
 }
 
+/// The ways that are measured.
 const WAYS: [ReadWay; 3] = [
     ReadWay {
         bytes: 1 << 20,

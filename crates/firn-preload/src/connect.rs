@@ -36,6 +36,7 @@ const CONNECTIONS_MAX: u32 = 8;
 const LEASE_ANSWERS_MAX: usize = 16;
 /// Value of [`Link::socket`] while there is no connection.
 const NO_SOCKET: c_int = 0;
+/// Value of a slab that is not leased.
 const NO_SLAB: Slab = Slab {
     chunk: 0,
     records: 0,
@@ -64,6 +65,7 @@ struct Link {
     state: Locked<LinkState>,
 }
 
+/// The links of this process: each is the place of the connection to one arena.
 // SAFETY: the value consists of words, locks, an empty map, and options of words, for each of which zero bytes are
 // valid. Zeros mean that there is no connection, and `send_first_requests` sets the other values for the first one.
 static LINKS: Wiped<[Link; LINKS_MAX]> = unsafe { Wiped::new([const { Link::new() }; LINKS_MAX]) };

@@ -30,6 +30,7 @@ struct Devices {
     last_token: Locked<Token>,
 }
 
+/// The devices that this process has met.
 // SAFETY: the value consists of words, a lock and a token, for which zero bytes are valid: no device is known.
 static KNOWN: Wiped<Devices> = unsafe {
     Wiped::new(Devices {

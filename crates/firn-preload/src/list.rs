@@ -44,7 +44,9 @@ use crate::sys;
 
 /// Maximum number of extents of a list. If a file has more, the list covers a part of it, or the fallback reads it.
 const LIST_MAX: usize = 64 * EXTENTS_MAX;
+/// Bytes of the extents of a list.
 const EXTENTS_BYTES: usize = LIST_MAX * size_of::<Extent>();
+/// Bytes of the memory of a list: its extents, and then its files.
 const LIST_BYTES: usize = EXTENTS_BYTES + LIST_FILES_MAX * size_of::<ListFile>();
 const _: () = assert!(EXTENTS_BYTES.is_multiple_of(align_of::<ListFile>()));
 /// The files that a call has read from are the bits of one word.

@@ -60,6 +60,7 @@ struct Table {
     high: AtomicU32,
 }
 
+/// The state of all descriptors of this process.
 // SAFETY: the table consists of words and entries, for which zero bytes are valid: all descriptors are unknown, and all
 // locks are free.
 static TABLE: Wiped<Table> = unsafe {

@@ -45,6 +45,7 @@ pub(super) struct Inode {
     users: UserCount,
 }
 
+/// Indexes of the times of an inode: access, modification, change and birth.
 pub(super) const ATIME: usize = 0;
 pub(super) const MTIME: usize = 1;
 pub(super) const CTIME: usize = 2;

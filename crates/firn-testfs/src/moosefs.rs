@@ -14,6 +14,7 @@ use crate::namespace::{Link, Namespace};
 
 /// Longest wait until the file system is mounted and its servers have joined.
 const START_LIMIT: Duration = Duration::from_secs(20);
+/// Advice if a program is missing.
 const PACKAGES: &str = "install moosefs-master, moosefs-chunkserver and moosefs-client";
 /// The number of the master's address; its chunk servers have the next ones.
 const MASTER: u8 = 2;

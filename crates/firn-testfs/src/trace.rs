@@ -20,6 +20,7 @@ const THREADS: usize = 32;
 #[derive(Clone)]
 pub struct Trace(Arc<Shared>);
 
+/// The state that all clones of a trace share.
 struct Shared {
     /// How long each write takes.
     write_time: Duration,
@@ -27,6 +28,7 @@ struct Shared {
     changed: Condvar,
 }
 
+/// The recorded writes, and those that are delayed.
 #[derive(Default)]
 struct TraceState {
     events: Vec<Event>,

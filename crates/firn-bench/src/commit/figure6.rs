@@ -8,12 +8,18 @@ use crate::report::{Limit, Report};
 use crate::worker::{Records, Task};
 use firn_config::size_text;
 
+/// Sizes of a record that are measured.
 const RECORDS: [u64; 2] = [4 << 10, 8 << 10];
+/// Seed of the random order.
 const SEED: u64 = 6;
 
+/// One pass over all records of the file.
 struct Phase {
+    /// Name in the report, that of iozone.
     name: &'static str,
+    /// Whether the records are written. Otherwise they are read.
     write: bool,
+    /// Whether the order is random.
     random: bool,
     /// Gain of CprFS over NFS according to the paper, in percent.
     paper: f64,
@@ -39,6 +45,8 @@ const PHASES: [Phase; 6] = [
     phase("random write", true, true, -11.87),
 ];
 
+/// Measures all phases with each size of records, natively and on mounts of Firn. Adds the cases and the goals to the
+/// report.
 pub(super) fn run(
     args: &CommitArgs,
     candidates: &[CommitCandidate<'_>],

@@ -10,15 +10,25 @@ use crate::worker::{self, Task};
 use firn_config::size_text;
 
 const GIB: f64 = (1u64 << 30) as f64;
+/// Bytes of one read.
 const BLOCK_BYTES: u64 = 1 << 20;
+/// Way: a file of the native file system, with its pages in the page cache. It is the baseline.
 const NATIVE: &str = "native, warm";
+/// Way: firnd answers each read from its memory.
 const BY_FIRND: &str = "held, by firnd";
+/// Way: the preload library copies the bytes out of the shared memory.
 const BY_PRELOAD: &str = "held, preload";
+/// Way: the kernel keeps pages of the file, but has none at the start.
 const PAGES_FIRST: &str = "kernel's pages, first";
+/// Way: the kernel has all pages of the file from an earlier read.
 const PAGES_AGAIN: &str = "kernel's pages, again";
+/// Way: the kernel reads the memory file for the first time.
 const MEMORY_FIRST: &str = "memory file, first";
+/// Way: the kernel reads the memory file again.
 const MEMORY_AGAIN: &str = "memory file, again";
+/// Way: the preload library is used, on a mount whose memory files the kernel can read.
 const MEMORY_PRELOAD: &str = "memory file, preload";
+/// Way: the preload library is used, on a mount whose memory files the kernel cannot read.
 const MEMORY_WITHOUT_ROOT: &str = "without root, preload";
 /// Goal for read(2): the lowest rate, as a share of the native rate.
 const LEAST_READ: f64 = 0.8;

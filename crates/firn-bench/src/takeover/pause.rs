@@ -19,6 +19,7 @@ use crate::worker::make_buffer;
 
 /// Time between two writes. It is the precision of a measured pause.
 const WRITE_EVERY: Duration = Duration::from_millis(1);
+/// Bytes of one write of the writer.
 const WRITE_BYTES: u64 = 4096;
 /// Number of blocks that the writer overwrites again and again, so that the number of pending bytes stays constant.
 const WRITER_BLOCKS: u64 = 256;

@@ -9,6 +9,7 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 use super::{Attempt, HostState, JointStep, JointView, OwnPart, next_step};
 
+/// Names of the two hosts of the model.
 const HOSTS: [&str; 2] = ["a", "b"];
 
 /// Callback that receives one possible next change of the world.

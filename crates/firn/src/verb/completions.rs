@@ -52,6 +52,7 @@ struct CompletionsArgs {
     word: String,
 }
 
+/// The words for which a completion script asks.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum Candidates {
     /// Lists after `-o`.
