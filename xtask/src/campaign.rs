@@ -22,7 +22,8 @@ use clap::Subcommand;
 pub enum Campaign {
     /// kill -9 of firnd and of writers under load: nothing acknowledged is lost
     Crash {
-        /// Kills each: through the mount over each stack of layers, with direct access, without FUSE, in transactions of two hosts, in logs of two
+        /// Kills each: through the mount over each stack of layers, with direct access, without FUSE, in transactions
+        /// of two hosts, in logs of two
         #[arg(long, default_value_t = 200)]
         rounds: u64,
         /// Repeats a campaign
@@ -106,7 +107,8 @@ pub enum Campaign {
         #[arg(long, default_value_t = 20)]
         rounds: u64,
     },
-    /// Unmodified programs under commit rules, killed and resumed: ckpt-chaos with the trainers of Hugging Face and Lightning, LAMMPS, GROMACS, OpenFOAM, Quantum ESPRESSO
+    /// Unmodified programs under commit rules, killed and resumed: ckpt-chaos with the trainers of Hugging Face and
+    /// Lightning, LAMMPS, GROMACS, OpenFOAM, Quantum ESPRESSO
     Rules {
         /// Kills of each program at random moments
         #[arg(long, default_value_t = 20)]
@@ -117,7 +119,8 @@ pub enum Campaign {
     },
     /// The packages of `make dist`, installed, used and removed in a small Debian, and in an image of it
     Packages,
-    /// The adapters of the Python package with the oldest and the newest frameworks, and saves by each beside others (5 GB of disk)
+    /// The adapters of the Python package with the oldest and the newest frameworks, and saves by each beside others (5
+    /// GB of disk)
     Python {
         /// Kills of a rank that overwrites a checkpoint, in each kind of mount
         #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u64).range(1..))]
@@ -256,8 +259,8 @@ fn build_release(packages: &[&str]) -> anyhow::Result<()> {
     cargo(&mut command)
 }
 
-/// Fails if `filter` selects no test. Without this check a campaign whose test was renamed would succeed, because cargo
-/// then runs no test.
+/// Fails if `filter` selects no test. Without this check, a campaign would succeed after a rename of its test, because
+/// cargo then runs no test.
 fn require_test(target: &[&str], filter: &str) -> anyhow::Result<()> {
     let mut command = cargo_command(target);
     let output = command

@@ -187,13 +187,15 @@ pub(crate) fn write_fast(
         return None;
     };
     let len = run.len();
-    if locked.tag != tag::WRITER || !locked.is_private() || len == 0 || !probe::is_short(len) {
+    let has_direct_access = locked.tag == tag::WRITER && locked.is_private();
+    if !has_direct_access || len == 0 || !probe::is_short(len) {
         return None;
     }
     let is_next_requested = locked.lease.is_next_requested;
     let writer = locked.lease.writer()?;
     // At half of the slab, the usual path requests the next lease.
-    if len > writer.free_bytes() as usize || (!is_next_requested && writer.is_half_full()) {
+    let has_room = len <= writer.free_bytes() as usize;
+    if !has_room || (!is_next_requested && writer.is_half_full()) {
         return None;
     }
     if !run.is_accessible() {

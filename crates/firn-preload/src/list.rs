@@ -168,11 +168,12 @@ impl List {
         self.count + EXTENTS_MAX <= LIST_MAX
     }
 
-    /// Extends the list by an answer of firnd. Its *extents* (ranges of the file and their places) are in
-    /// [`List::free_extents`] already. It was requested at `requested_ns`, and `owner` is the program's descriptor.
+    /// Extends the list by an answer of firnd, with further *extents* (ranges of the file and their places). The answer
+    /// was received into [`List::free_extents`], and was requested at `requested_ns`. `owner` is the program's
+    /// descriptor.
     ///
-    /// Returns false if the file has changed since the first answer, or if its word in the shared memory, which changes
-    /// with the file, is not mapped. Then the list is void.
+    /// Returns false if the list is void now: the file has changed since the first answer, or the word in the shared
+    /// memory that shows later changes is not mapped.
     fn add_answer(
         &mut self,
         reply: &Reply,
@@ -206,10 +207,12 @@ impl List {
         self.until_ns = self.until_ns.max(until_ns);
     }
 
-    /// Adopts the descriptors of an answer of firnd: files of the backing, the directory below the mount. The answer's
-    /// extents (ranges of the file) begin at index `first_extent` and name files by their index in the answer.
-    /// Afterwards they name them by their index in the list, or `NO_FILE` if there is no room for the file: the
-    /// fallback (the kernel or firnd) reads these.
+    /// Takes over the files that came with an answer of firnd: open files of the backing, the directory below the
+    /// mount.
+    ///
+    /// Extents (ranges of bytes) in the backing name such a file by its index in the answer. This function replaces it
+    /// by the file's index in the list, for all extents from `first_extent` on. If the list has no room for the file,
+    /// they get `NO_FILE`, and the fallback (the kernel or firnd) reads their bytes.
     fn adopt_files(&mut self, files: &mut Files, first_extent: usize, owner: c_int) {
         const NO_FILE: u32 = u32::MAX;
         let mut list_indices = [NO_FILE; firn_format::data_socket::FILES_MAX];

@@ -110,9 +110,12 @@ impl Claim {
         self.release_unused_of_entry(locked.entry, locked.fd, done)
     }
 
-    /// Does the same as [`Claim::release_unused`] in a signal handler whose thread holds the lock of the entry: moves
-    /// the offset back to the end of the first `done` bytes of the claimed range. Returns false if the offset cannot
-    /// move: a later claim begins behind this one, or this claim does not own the offset any more.
+    /// Gives back the unused end of a claimed range: moves the offset back to the end of its first `done` bytes. Does
+    /// not need the lock of the entry, so it also works in a signal handler that has interrupted the holder of that
+    /// lock.
+    ///
+    /// Returns false if the offset cannot move: a later claim begins behind this one, or this claim does not own the
+    /// offset any more.
     pub(crate) fn release_unused_of_entry(&self, entry: &Entry, fd: c_int, done: usize) -> bool {
         let new_end = self.offset.wrapping_add(done as u64);
         match self.origin {

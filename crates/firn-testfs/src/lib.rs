@@ -1,7 +1,7 @@
 //! FUSE servers for tests and benchmarks.
 //!
 //! * [`Server`] serves any [`firn_backing::Backing`]: a directory ([`firn_backing::DirBacking`]) is a passthrough, the
-//!   simulated disk a server whose power can be cut (`power`). A [`Policy`] is asked before each request and may
+//!   simulated disk is a server that can lose its power (`power`). A [`Policy`] is asked before each request and may
 //!   delay it or answer with an error (`faults`).
 //! * [`moosefs::MooseFs`] is a MooseFS with servers of its own, in a network namespace.
 //! * [`slow::serve`] serves a directory as slowly as a network file system, for the program `firn-slowfs`.
@@ -167,7 +167,7 @@ pub fn run(program: &str, args: &[&str]) -> anyhow::Result<String> {
         .to_owned())
 }
 
-/// Runs a program whose result does not matter.
+/// Runs a program without input and output, and ignores its result.
 fn run_quietly(program: &str, args: &[&str]) {
     let _ = Command::new(program)
         .args(args)

@@ -16,7 +16,7 @@ use crate::{Caching, Policy, Server, Transfer, mount_settings};
 /// Threads of the server: the maximum number of writes that are in progress, or delayed, at a time.
 const THREADS: usize = 32;
 
-/// The recorded writes, and the file whose writes are delayed. All clones share them.
+/// The recorded writes, and the file with delayed writes. All clones share them.
 #[derive(Clone)]
 pub struct Trace(Arc<Shared>);
 
@@ -32,7 +32,7 @@ struct Shared {
 #[derive(Default)]
 struct TraceState {
     events: Vec<Event>,
-    /// Inode number of the file whose writes are delayed.
+    /// Inode number of the file with delayed writes.
     held_file: Option<u64>,
     /// Number of writes that are delayed now.
     held_count: usize,
