@@ -22,8 +22,7 @@ use clap::Subcommand;
 pub enum Campaign {
     /// kill -9 of firnd and of writers under load: nothing acknowledged is lost
     Crash {
-        /// Kills each: through the mount over each stack of layers, with direct access, without FUSE, in transactions
-        /// of two hosts, in logs of two
+        /// Kills each: through the mount over each stack of layers, with direct access, without FUSE, in transactions of two hosts, in logs of two
         #[arg(long, default_value_t = 200)]
         rounds: u64,
         /// Repeats a campaign
@@ -107,8 +106,7 @@ pub enum Campaign {
         #[arg(long, default_value_t = 20)]
         rounds: u64,
     },
-    /// Unmodified programs under commit rules, killed and resumed: ckpt-chaos with the trainers of Hugging Face and
-    /// Lightning, LAMMPS, GROMACS, OpenFOAM, Quantum ESPRESSO
+    /// Unmodified programs under commit rules, killed and resumed: ckpt-chaos with the trainers of Hugging Face and Lightning, LAMMPS, GROMACS, OpenFOAM, Quantum ESPRESSO
     Rules {
         /// Kills of each program at random moments
         #[arg(long, default_value_t = 20)]
@@ -119,8 +117,7 @@ pub enum Campaign {
     },
     /// The packages of `make dist`, installed, used and removed in a small Debian, and in an image of it
     Packages,
-    /// The adapters of the Python package with the oldest and the newest frameworks, and saves by each beside others (5
-    /// GB of disk)
+    /// The adapters of the Python package with the oldest and the newest frameworks, and saves by each beside others (5 GB of disk)
     Python {
         /// Kills of a rank that overwrites a checkpoint, in each kind of mount
         #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u64).range(1..))]
