@@ -359,6 +359,7 @@ impl Prepared {
 }
 
 impl Job for Prepared {
+    /// Does the work of the task. The caller measures how long this takes.
     fn run(&mut self) -> anyhow::Result<()> {
         match &self.task {
             Task::Write {

@@ -151,7 +151,7 @@ impl Filesystem for Sink {
         }
     }
 
-    /// Makes an empty file, and gives it the next chunk of the pool. A file that had the name before is forgotten.
+    /// Makes an empty file, and gives it the next chunk of the pool. A file that had the name before loses it.
     fn create(
         &self,
         _: &Request,

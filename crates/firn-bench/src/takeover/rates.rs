@@ -8,9 +8,9 @@ use crate::options::{Common, WorkDir, progress};
 use crate::report::{Limit, Report, Sample};
 use crate::worker::{self, Operation, Task};
 
-/// Candidate whose firnd keeps no live table (the state that lets a next firnd continue the mount).
+/// Candidate without a live table, the file by which a next firnd can continue the mount.
 const WITHOUT: &str = "takeover=no";
-/// Candidate whose firnd keeps the live table.
+/// Candidate with a live table, which firnd keeps up to date.
 const WITH: &str = "takeover=auto";
 /// Number of rounds in each repeat. A round is short, and several rounds reduce the influence of other work on the
 /// machine.

@@ -337,6 +337,8 @@ impl World {
     }
 }
 
+/// Explores all states that two hosts and their programs can reach. If both hosts have ended, both have committed or
+/// both have not.
 #[test]
 fn two_hosts_commit_together_or_not_at_all_in_every_interleaving() {
     let host = Host {

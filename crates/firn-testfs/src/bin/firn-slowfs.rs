@@ -19,6 +19,7 @@ fn main() -> ExitCode {
         [source, mount_point, round_trip_us, mib_per_s] => {
             ((source, mount_point), parse_speed(round_trip_us, mib_per_s))
         }
+        // Without a speed the arguments are wrong.
         _ => (("", ""), None),
     };
     let Some(speed) = speed else {
