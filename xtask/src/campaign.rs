@@ -1,8 +1,9 @@
-//! Long versions of the tests: the same tests, more rounds, seeds printed.
+//! Campaigns: long runs of tests that also run in CI, with many more rounds. Each run prints its random seed, with
+//! which it can be repeated.
 //!
-//! A campaign of system tests sets the environment that the tests of `firn-tests` read and runs one of them. The
-//! release binary is built first and used, so that a round is short. Needs root, as the tests do. Fuzzing,
-//! ThreadSanitizer, the packages, the laboratory and Python's frameworks build, or install, their own.
+//! Most campaigns run system tests (crate `firn-tests`), which read their length from environment variables. They first
+//! build the release binary, so that a round is short, and need root. The other campaigns (fuzzing, ThreadSanitizer,
+//! packages, laboratory, frameworks of Python) build or install what they need.
 
 mod fuzz;
 mod packages;
@@ -129,11 +130,11 @@ pub enum Campaign {
     Lab,
 }
 
-/// Longest a test of a campaign may take, in seconds; the ordinary limit is for CI.
+/// Seconds that a test of a campaign may take. The usual limit of a test is much shorter, because it is for CI.
 const TEST_LIMIT_S: u64 = 6 * 3600;
 
 impl Campaign {
-    /// Runs it; the first failure ends it.
+    /// Runs the tests of the campaign one after the other. The first failure ends it.
     pub fn run(&self) -> anyhow::Result<()> {
         match *self {
             Self::Crash { rounds, seed } => {
@@ -214,7 +215,8 @@ impl Campaign {
     }
 }
 
-/// Runs the system tests of one program whose names have `filter`.
+/// Runs the system tests of the test program `program` with names that contain `filter`. An environment variable tells
+/// them the length of the campaign.
 fn system(
     program: &str,
     filter: &str,
@@ -224,7 +226,7 @@ fn system(
     system_with(program, filter, &[(variable, length.to_string())], seed)
 }
 
-/// The same, with these variables.
+/// Runs system tests like [`system`], with any environment variables. Builds the programs under test first.
 fn system_with(
     program: &str,
     filter: &str,
@@ -245,7 +247,7 @@ fn system_with(
     cargo(&mut command)
 }
 
-/// Builds these packages as users have them.
+/// Builds these packages with the release profile, as users have them.
 fn build_release(packages: &[&str]) -> anyhow::Result<()> {
     let mut command = cargo_command(&["build", "--release"]);
     for package in packages {
@@ -254,7 +256,8 @@ fn build_release(packages: &[&str]) -> anyhow::Result<()> {
     cargo(&mut command)
 }
 
-/// Fails unless `filter` selects a test: with a name that no test has any more, cargo runs none and succeeds.
+/// Fails if `filter` selects no test. Without this check, a campaign would succeed after a rename of its test, because
+/// cargo then runs no test.
 fn require_test(target: &[&str], filter: &str) -> anyhow::Result<()> {
     let mut command = cargo_command(target);
     let output = command
@@ -270,7 +273,7 @@ fn require_test(target: &[&str], filter: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Tests that run over the simulated backing and take their length from `FIRN_OPS`.
+/// Crates and modules with tests over the simulated file system. These tests read their length from `FIRN_OPS`.
 const SIMULATED: [(&str, &str); 9] = [
     ("firn-engine", "simulation::"),
     ("firn-transact", "crash::"),
@@ -283,7 +286,8 @@ const SIMULATED: [(&str, &str); 9] = [
     ("firn-log", "model::"),
 ];
 
-/// In the test build, where invariants are asserted.
+/// Runs the tests of one module over the simulated file system, with about `ops` random operations. They run in the
+/// test build, which checks invariants by assertions.
 fn simulation(package: &str, module: &str, ops: u64, seed: Option<u64>) -> anyhow::Result<()> {
     let mut command = cargo_command(&[
         "test",
@@ -312,19 +316,21 @@ fn lab() -> anyhow::Result<()> {
     cargo(test.arg(&manifest))
 }
 
+/// Returns a command that runs cargo, the same cargo that runs this program.
 fn cargo_command(args: &[&str]) -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.args(args);
     command
 }
 
+/// Runs a command, usually cargo. Fails if the command fails.
 fn cargo(command: &mut Command) -> anyhow::Result<()> {
     let status = command.status().context("cannot start cargo")?;
     ensure!(status.success(), "{command:?} failed");
     Ok(())
 }
 
-/// The repository.
+/// Returns the top directory of the repository.
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .parent()

@@ -1,4 +1,4 @@
-//! Links between pages: each leads to a file of the repository, and to a heading of that page.
+//! Test: each link between pages of the documentation leads to a file of the repository, and to a heading in it.
 
 #[cfg(test)]
 mod tests {

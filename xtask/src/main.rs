@@ -37,6 +37,7 @@ enum Task {
     },
 }
 
+/// Runs the task of the command line, and prints its error.
 fn main() -> ExitCode {
     let result = match Task::parse() {
         Task::Campaign(campaign) => campaign.run(),

@@ -1,4 +1,4 @@
-//! Messages that docs/TROUBLESHOOTING.md explains: each is one that a program of Firn writes.
+//! Test: each message that docs/TROUBLESHOOTING.md explains is in the source of a program of Firn.
 
 #[cfg(test)]
 mod tests {

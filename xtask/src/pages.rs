@@ -1,6 +1,6 @@
-//! Pages that are made from code: docs/CONFIGURATION.md, docs/METRICS.md and the man pages.
+//! Generates the pages that come from tables in the code: docs/CONFIGURATION.md, docs/METRICS.md and the man pages.
 //!
-//! The man pages are not committed: `firn man --dir DIR` makes them, and packaging calls that.
+//! The man pages are not committed. `firn man --dir DIR` writes them, also for packages.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use firn_protocol::figures::{Figures, Kind};
 use firn_protocol::{Scrape, Status};
 
-/// Writes docs/CONFIGURATION.md, docs/METRICS.md and, below target/man, the man pages.
+/// Writes docs/CONFIGURATION.md and docs/METRICS.md, and the man pages below target/man.
 pub fn run() -> Result<()> {
     let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/.."));
     let pages = [
@@ -44,8 +44,10 @@ pub fn run() -> Result<()> {
     Ok(())
 }
 
+/// The page of metrics.
 const METRICS: &str = "docs/METRICS.md";
 
+/// The text before the table of metrics, and the head of the table.
 const METRICS_HEAD: &str = "\
 # Metrics
 
@@ -67,7 +69,7 @@ unit; 1 means yes. A figure that a mount does not have is absent.
 |---|---|---|
 ";
 
-/// Labels that the text before the table names.
+/// Labels that the text before the table explains, so that the rows do not repeat them.
 const COMMON_LABELS: [&str; 9] = [
     "backing",
     "host",
@@ -80,7 +82,7 @@ const COMMON_LABELS: [&str; 9] = [
     "errno",
 ];
 
-/// docs/METRICS.md, made from the table.
+/// Returns the text of docs/METRICS.md, with a row for each figure of a mount's status and of the exporter.
 fn metrics_page() -> String {
     let mut page = METRICS_HEAD.to_owned();
     let figures = Figures::from_statuses([&Status::example()]);

@@ -1,7 +1,7 @@
-//! What the product is built of: no benchmark, no test server, no simulated disk.
+//! Test: the installed programs contain no code that is for developers only (benchmarks, test servers, simulated disk).
 //!
-//! Cargo unites the features of what is built together. The check asks it about the packages that are installed,
-//! built by themselves, as `make install` builds them.
+//! If cargo builds several packages together, it enables a feature for all of them. So the test asks cargo only about
+//! the packages that `make install` builds.
 
 #[cfg(test)]
 mod tests {
@@ -13,7 +13,8 @@ mod tests {
     /// Crates for developers of Firn.
     const WORKSHOP: [&str; 4] = ["firn-bench", "firn-sim", "firn-testfs", "firn-tests"];
 
-    /// What is in `packages` that users have no use for, a sentence each; and how many crates of Firn there are.
+    /// Returns a sentence for each crate or feature in `packages` that users do not need, and the number of crates of
+    /// Firn.
     fn find_faults(packages: &[&str]) -> (Vec<String>, usize) {
         let tree = list_dependencies(packages);
         let mut lines: Vec<_> = tree

@@ -1,7 +1,6 @@
-//! The tests that docs/SECURITY.md names.
+//! Test: each test that docs/SECURITY.md names as the proof of a defence exists.
 //!
-//! A defence is worth as much as the test that shows it. The page names each as `FILE::NAME`, with the path of the
-//! file from the top of the repository. A test of this crate fails where one is not there any more.
+//! The page names a test as `FILE::NAME`, with the path of the file from the top of the repository.
 
 #[cfg(test)]
 mod tests {
@@ -10,7 +9,7 @@ mod tests {
     /// The page.
     const PAGE: &str = "docs/SECURITY.md";
 
-    /// What the page names that is not there, a sentence each; and how many tests it names.
+    /// Returns a sentence for each test that the page names and that does not exist, and the number of named tests.
     fn check(root: &Path, page: &str) -> (Vec<String>, usize) {
         let mut faults = Vec::new();
         let mut count = 0;
@@ -29,14 +28,14 @@ mod tests {
         (faults, count)
     }
 
-    /// What stands in a line as `` `crates/x/src/y.rs::a_test` ``.
+    /// Returns file and name of each test in a line, written as `` `crates/x/src/y.rs::a_test` ``.
     fn named_tests(line: &str) -> impl Iterator<Item = (&str, &str)> {
         let code = line.split('`').skip(1).step_by(2);
         code.filter_map(|code| code.split_once("::"))
             .filter(|(file, _)| file.ends_with(".rs"))
     }
 
-    /// A function of that name, or an entry of a macro that makes tests.
+    /// Returns whether a source has a function with that name, or such an entry of a macro that makes tests.
     fn holds_test(source: &str, test: &str) -> bool {
         let function = format!("fn {test}(");
         let entry = format!("{test}: ");

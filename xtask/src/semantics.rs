@@ -1,11 +1,12 @@
-//! The promises of docs/SEMANTICS.md and the tests that quote them.
+//! Checks that each promise of docs/SEMANTICS.md has a test, and lists the tests of each promise.
 //!
-//! A test that proves a promise says so in its documentation: `/// Proves S-write-1, S-write-3.`
+//! Each promise has a number, such as S-write-1. The doc comment of a test that proves promises names their numbers:
+//! `/// Proves S-write-1, S-write-3.`
 //!
 //! What is checked
-//! * A number is stated once, and every number that a comment or a page quotes is stated.
-//! * `Proves` stands on a test.
-//! * Each promise has a test that quotes it or a reason in docs/TESTING.md why none does, and not both.
+//! * docs/SEMANTICS.md states each number once, and states every number that a comment or another page mentions.
+//! * `Proves` is in the doc comment of a test, and not in that of another function.
+//! * Each promise has a test, or a reason in docs/TESTING.md why it has none, and not both.
 
 mod proof;
 
@@ -16,10 +17,12 @@ use anyhow::{Context, Result, ensure};
 
 use proof::{Proof, numbers, proofs};
 
+/// The page that states the promises.
 const PROMISES: &str = "docs/SEMANTICS.md";
+/// The page with the reasons why promises have no test.
 const REASONS: &str = "docs/TESTING.md";
 
-/// Where tests and quotations are looked for.
+/// Files and directories that are searched for tests, and for numbers of promises.
 const PLACES: [&str; 7] = [
     "crates",
     "tests",
@@ -30,7 +33,7 @@ const PLACES: [&str; 7] = [
     "CONTRIBUTING.md",
 ];
 
-/// Prints each promise with its tests, then those without; fails where the check does.
+/// Prints each promise with its tests, and then the promises without a test. Fails if a check fails.
 pub fn run() -> Result<()> {
     let report = Report::of(&repository())?;
     print!("{}", report.text());
@@ -38,24 +41,26 @@ pub fn run() -> Result<()> {
     Ok(())
 }
 
+/// Returns the top directory of the repository.
 fn repository() -> PathBuf {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/..")).to_owned()
 }
 
-/// What was found.
+/// The promises, their tests, and the faults that the checks have found.
 #[derive(Default)]
 struct Report {
-    /// In the order of the page: number and sentence.
+    /// Number and sentence of each promise, in the order of the page.
     promises: Vec<(String, String)>,
-    /// By number: the tests, as `file: name`.
+    /// The tests of each number, as `file: name`.
     tests: BTreeMap<String, BTreeSet<String>>,
-    /// By number: why there is no test.
+    /// The reason why a number has no test.
     reasons: BTreeMap<String, String>,
-    /// What is wrong, a sentence each.
+    /// A sentence for each fault.
     faults: Vec<String>,
 }
 
 impl Report {
+    /// Reads the pages and sources of the repository at `root`, and makes all checks.
     fn of(root: &Path) -> Result<Self> {
         let page = |name: &str| {
             std::fs::read_to_string(root.join(name)).with_context(|| format!("read {name}"))
@@ -86,6 +91,7 @@ impl Report {
         self.promises.iter().any(|(stated, _)| stated == number)
     }
 
+    /// Records a fault for each number that is stated twice.
     fn look_for_twins(&mut self) {
         let mut seen = BTreeSet::new();
         for (number, _) in &self.promises {
@@ -96,6 +102,8 @@ impl Report {
         }
     }
 
+    /// Records the tests in a source file, and a fault for each number that no promise has. `name` is the path of the
+    /// file; in a page (`.md`) only the numbers are checked.
     fn take_in(&mut self, name: &str, text: &str) {
         let is_page = name.ends_with(".md");
         for (index, line) in text.lines().enumerate() {
@@ -132,6 +140,7 @@ impl Report {
         }
     }
 
+    /// Records a fault for each promise with neither a test nor a reason, or with both.
     fn compare(&mut self) {
         for (number, _) in &self.promises {
             let fault = match (
@@ -146,6 +155,7 @@ impl Report {
         }
     }
 
+    /// Returns the list of promises with their tests, and then that of promises without a test, with the reasons.
     fn text(&self) -> String {
         let mut text = String::new();
         for (number, sentence) in &self.promises {
@@ -177,8 +187,8 @@ impl Report {
     }
 }
 
-/// The numbered promises, in bold: `* **S-write-1** When …`, or a row `| **S-write-1** | … |`. Promises that share a line
-/// share its text.
+/// Returns number and text of each promise on a page. A promise is a list item or a row of a table, with its number in
+/// bold: `* **S-write-1** When …` or `| **S-write-1** | … |`. Promises on one line have the same text.
 fn stated(page: &str) -> Vec<(String, String)> {
     page.lines().flat_map(stated_in_line).collect()
 }
@@ -196,7 +206,7 @@ fn stated_in_line(line: &str) -> Vec<(String, String)> {
     in_bold.into_iter().map(|n| (n, text.clone())).collect()
 }
 
-/// The rows of the table of reasons: `| S-attr-6 | … |`.
+/// Returns the reason for each number in the table of reasons, with rows such as `| S-attr-6 | … |`.
 fn reasons(page: &str) -> BTreeMap<String, String> {
     let mut reasons = BTreeMap::new();
     for row in page.lines().filter(|line| line.starts_with("| S-")) {
@@ -209,7 +219,8 @@ fn reasons(page: &str) -> BTreeMap<String, String> {
     reasons
 }
 
-/// Rust sources and pages at or below `place`, in order.
+/// Returns the Rust sources and pages at or below `place`, in the order of their names. Build directories and inputs of
+/// fuzzing are left out.
 fn files_below(place: &Path) -> Result<Vec<PathBuf>> {
     if place.is_file() {
         return Ok(vec![place.to_owned()]);

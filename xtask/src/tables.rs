@@ -1,9 +1,9 @@
-//! Tables of the documentation that list what is in the tree: crates, threads and test files.
+//! Test: tables in the documentation that list crates, threads and test files agree with the source.
 //!
-//! Each is found in docs/ by its header row, wherever it stands, and compared with the tree:
-//! * `| crate | is |`: the crates, each below those that it depends on;
-//! * `| thread | number | does |`: threads by the name that they have in `ps -L` and `top -H`;
-//! * `| about | system tests | tests of crates |`: files of tests, by what they are about; those of crates with their crate.
+//! A table is found on any page of docs/ by its header row:
+//! * `| crate | is |`: the crates, each below the crates that it depends on;
+//! * `| thread | number | does |`: the threads, by the names that `ps -L` and `top -H` show;
+//! * `| about | system tests | tests of crates |`: the test files by subject.
 
 #[cfg(test)]
 mod tests {

@@ -1,11 +1,11 @@
-//! `cargo xtask tests`: each test file with the head that says what it shows.
+//! `cargo xtask tests`: lists the test files, each with the first sentences of its head, which say what it tests.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-/// Prints the test files whose path or head has the word, with their heads.
+/// Prints the path and the head of each test file in which the word occurs, in either of them.
 pub fn run(word: &str) -> Result<()> {
     let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/.."));
     for file in test_files(root)? {
@@ -19,7 +19,7 @@ pub fn run(word: &str) -> Result<()> {
     Ok(())
 }
 
-/// Files of tests: those that are programs themselves, and those of programs that have a `main.rs`.
+/// Returns the test files in a directory: single-file test programs, and the modules of programs with a `main.rs`.
 pub fn files_of(dir: &Path) -> Vec<PathBuf> {
     let entries = |dir: &Path| fs::read_dir(dir).into_iter().flatten().flatten();
     let mut dirs = vec![dir.to_owned()];
@@ -34,7 +34,7 @@ pub fn files_of(dir: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// The system tests, then the tests of each crate.
+/// Returns the files of the system tests, and then those of each crate.
 fn test_files(root: &Path) -> Result<Vec<PathBuf>> {
     let mut files = files_of(&root.join("tests/tests"));
     let crates = root.join("crates");
@@ -45,7 +45,7 @@ fn test_files(root: &Path) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// The first paragraph of the comment at the top of a file, in one line.
+/// Returns the first paragraph of the comment at the top of a file, as one line.
 fn read_head(file: &Path) -> Result<String> {
     let text = fs::read_to_string(file).with_context(|| format!("read {}", file.display()))?;
     let lines = text.lines().map_while(|line| line.strip_prefix("//!"));

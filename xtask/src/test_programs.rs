@@ -1,4 +1,5 @@
-//! The programs of tests: a file that `main.rs` does not name would never run.
+//! Test: the `main.rs` of each test program names all files beside it as modules. Tests in any other file would never
+//! run.
 
 #[cfg(test)]
 mod tests {

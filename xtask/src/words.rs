@@ -1,7 +1,7 @@
-//! Words that comments of the code do not use: `cargo xtask words`, part of `make check`.
+//! `cargo xtask words`: finds words in comments of the code that do not name a subject. It is part of `make check`.
 //!
-//! A comment names its subject (the thread, the host, the caller) and its parameter. [`WORDS`] stand for all of them and
-//! for none. Code in a comment, between backquotes, may use them: `nobody` is a user.
+//! A comment should name its subject, such as the thread, the host or the caller. [`WORDS`] are pronouns that leave the
+//! subject open. Code in a comment, between backquotes, may use them: `nobody` is a user.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -9,10 +9,10 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
 
-/// Words and shapes that a comment does not use, in lower case.
+/// Words and pairs of words that comments must not use, in lower case.
 const WORDS: [&str; 5] = ["who", "whoever", "somebody", "nobody", "so many"];
 
-/// Comments that use one all the same: the file, the word, and why.
+/// Exceptions: a file, a word that its comments may use, and the reason.
 const EXCEPTIONS: [(&str, &str, &str); 1] = [(
     "crates/firn-format/src/piece.rs",
     "who",
@@ -37,14 +37,14 @@ impl Words {
     }
 }
 
-/// A word of [`WORDS`] in a comment.
+/// A place where a comment uses one of [`WORDS`].
 struct Use {
     file: String,
     line: usize,
     word: &'static str,
 }
 
-/// One line for each use.
+/// Returns a line of text for each use.
 fn complaints(uses: &[Use]) -> String {
     let mut text = String::new();
     for Use { file, line, word } in uses {
@@ -53,6 +53,7 @@ fn complaints(uses: &[Use]) -> String {
     text
 }
 
+/// Returns all uses in the sources of the repository, without the exceptions.
 fn find_uses(root: &Path) -> anyhow::Result<Vec<Use>> {
     let mut uses = Vec::new();
     for path in source_files(root) {
@@ -69,7 +70,7 @@ fn find_uses(root: &Path) -> anyhow::Result<Vec<Use>> {
     Ok(uses)
 }
 
-/// All `.rs` files below [`DIRS`], sorted, without what was built.
+/// Returns all `.rs` files below [`DIRS`], sorted. Build directories are left out.
 fn source_files(root: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();
     let mut dirs: Vec<_> = DIRS.iter().map(|dir| root.join(dir)).collect();
@@ -87,7 +88,7 @@ fn source_files(root: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// The [`WORDS`] in comments of `source`, with their lines. A shape may go over the end of a line.
+/// Returns the [`WORDS`] that comments of `source` use, with their line numbers. A pair of words may be on two lines.
 fn words_in(source: &str) -> Vec<(usize, &'static str)> {
     let mut found = Vec::new();
     let mut before = String::new();
@@ -112,7 +113,8 @@ fn words_in(source: &str) -> Vec<(usize, &'static str)> {
     found
 }
 
-/// The comment on a line. `//` in an address of a string follows a colon.
+/// Returns the text of the comment on a line; `None` if there is none. A comment begins the line or follows a space, so
+/// `//` in an address such as `http://` begins none.
 fn comment_of(line: &str) -> Option<&str> {
     let at = line.find("//")?;
     let is_comment = line[..at]

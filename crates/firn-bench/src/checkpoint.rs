@@ -1,5 +1,5 @@
-//! `firn bench checkpoint`: measures how long a parallel job takes to write a checkpoint, with the write sizes of table I
-//! of the CRFS paper, natively and through Firn.
+//! `firn bench checkpoint`: measures how long a parallel job takes to write a checkpoint, with the write sizes of table
+//! I of the CRFS paper, natively and through Firn.
 
 use std::path::{Path, PathBuf};
 
@@ -16,6 +16,7 @@ use firn_config::size_text;
 
 /// Bytes of one write of the candidate with large writes, which stands for a program that buffers its writes.
 const LARGE_BYTES: u64 = 4 << 20;
+/// Memory of the FUSE server that discards writes.
 const SINK_POOL_BYTES: u64 = 256 << 20;
 
 /// Writes the checkpoint of a parallel job, natively and through Firn.
@@ -292,8 +293,8 @@ impl<'a> CheckpointCandidate<'a> {
         }
     }
 
-    /// Returns what the mount has written to the backing, and its processor time in seconds. Both are 0 without a mount of
-    /// Firn.
+    /// Returns what the mount has written to the backing, and its processor time in seconds. Both are 0 without a mount
+    /// of Firn.
     fn usage(&self) -> anyhow::Result<(Counters, f64)> {
         match &self.target {
             WriteTarget::Firn(mount) => Ok((mount.counters()?, mount.cpu_s())),

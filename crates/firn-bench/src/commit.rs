@@ -1,4 +1,8 @@
-//! `firn bench commit`: measures the cost of transactions, in which all changes take effect at once.
+//! `firn bench commit`: measures the cost of Firn's transactions. The changes of a transaction take effect together at
+//! its commit.
+//!
+//! The *candidates* are the ways to make the same changes durable. The native ones write to the file system itself, and
+//! sync at the end. The others write through a mount of Firn, in a transaction.
 
 use std::path::{Path, PathBuf};
 
@@ -15,15 +19,25 @@ use firn_config::size_text;
 mod figure6;
 mod rules;
 
+/// Candidate without Firn. It writes each changed file as a whole, as cp(1) does.
 const NATIVE: &str = "native";
+/// Candidate without Firn. It writes only the changed part of each file.
 const IN_PLACE: &str = "native, in place";
+/// Candidate that changes files in place through a FUSE server that only passes requests on.
 const PASSTHROUGH: &str = "plain passthrough, in place";
+/// Candidate with transactions on a mount of Firn.
 const FIRN: &str = "firn";
+/// Candidate like [`FIRN`] that commits with `firn commit --async`.
 const BEHIND: &str = "firn, async";
+/// Candidate like [`FIRN`] whose writers load the preload library.
 const PRELOAD: &str = "firn + preload";
+/// Candidate on a mount without commit rules.
 const NO_RULES: &str = "firn, no rules";
+/// Candidate on a mount with all built-in commit rules and two more.
 const RULES: &str = "firn, 30 rules";
+/// Number of new large files.
 const FILES: u64 = 8;
+/// Bytes of one write to a large file.
 const WRITE_BYTES: u64 = 1 << 20;
 
 /// Writes in transactions, and natively with an fsync at the end.
@@ -133,7 +147,9 @@ impl CommitArgs {
         }
     }
 
-    /// Sets up all candidates in the prepared backing.
+    /// Sets up the candidates, the ways to make changes that are compared: two without Firn, and three on mounts of
+    /// Firn. Each mount has a directory in the prepared backing. Without Firn (`baseline_only`) only the first two are
+    /// returned.
     fn candidates<'a>(
         &self,
         prepared: &Prepared,
@@ -179,8 +195,8 @@ impl CommitArgs {
         Ok(all)
     }
 
-    /// Measures the candidates in turns, once in each repeat. `measure_candidate` measures one candidate and returns one
-    /// sample for each case. Returns the samples of all candidates, grouped by case.
+    /// Measures the candidates in turns, once in each repeat. `measure_candidate` measures one candidate and returns
+    /// one sample for each case. Returns the samples of all candidates, grouped by case.
     fn measure(
         &self,
         candidates: &[&CommitCandidate],
@@ -212,16 +228,18 @@ impl CommitArgs {
         Ok(cases)
     }
 
-    /// Measures new large files, and adds the case and its goals to the report.
+    /// Measures how long it takes to write new large files and make them durable. Adds the case and its goals to the
+    /// report.
     fn new_files(&self, candidates: &[CommitCandidate], report: &mut Report) -> anyhow::Result<()> {
         let size = self.size.unwrap_or(self.common.choose(1 << 30, 64 << 20));
         let each = (size / FILES).next_multiple_of(WRITE_BYTES);
         let name = format!("{FILES} new files, {} together", size_text(each * FILES));
-        let who: Vec<&CommitCandidate> = candidates
+        // A new file has no part that could be changed in place.
+        let compared: Vec<&CommitCandidate> = candidates
             .iter()
             .filter(|candidate| candidate.name != IN_PLACE)
             .collect();
-        let samples = self.measure(&who, &name, |candidate| {
+        let samples = self.measure(&compared, &name, |candidate| {
             let dir = candidate.dir.join("step");
             std::fs::create_dir(&dir)?;
             let paths: Vec<PathBuf> = (0..FILES)
@@ -246,7 +264,8 @@ impl CommitArgs {
         Ok(())
     }
 
-    /// Measures changes of many small files, and adds the case and its goals to the report.
+    /// Measures how long it takes to change a quarter of each of many small files, and to make the changes durable.
+    /// Adds the case and its goals to the report.
     fn small_files(
         &self,
         backing_dir: &Path,
@@ -273,7 +292,7 @@ impl CommitArgs {
                 worker::run_all(&[names(dir.clone(), Operation::Create)])?;
                 prepared.push(dir.clone());
             }
-            // As cp has it, a file is written whole.
+            // This candidate stands for cp(1), which writes a file as a whole.
             let operation = if candidate.name == NATIVE {
                 Operation::Create
             } else {
@@ -326,13 +345,13 @@ fn add_cases(report: &mut Report, names: impl IntoIterator<Item = String>, sampl
 
 /// Adds a goal for the last case: the ratio of each candidate of Firn to the native one.
 fn judge(report: &mut Report, what: &str, limit: Limit) {
-    for who in [FIRN, PRELOAD] {
+    for candidate in [FIRN, PRELOAD] {
         let ratio = report
             .cases
             .last()
-            .and_then(|case| case.ratio(who, NATIVE, "durable"));
+            .and_then(|case| case.ratio(candidate, NATIVE, "durable"));
         report.judge(
-            format!("{what}, {who} to {NATIVE}"),
+            format!("{what}, {candidate} to {NATIVE}"),
             limit,
             ratio.as_slice(),
         );
@@ -341,17 +360,17 @@ fn judge(report: &mut Report, what: &str, limit: Limit) {
 
 /// Adds a goal for the last case: the time of `firn commit` alone, compared with the whole native change.
 fn judge_commit(report: &mut Report, limit: Limit) {
-    for who in [FIRN, BEHIND, PRELOAD] {
-        let of_last = |who: &str, metric| {
+    for candidate in [FIRN, BEHIND, PRELOAD] {
+        let of_last = |candidate: &str, metric| {
             report
                 .cases
                 .last()
-                .and_then(|case| case.median(who, metric))
+                .and_then(|case| case.median(candidate, metric))
         };
-        let ratio = of_last(who, "commit")
+        let ratio = of_last(candidate, "commit")
             .zip(of_last(NATIVE, "durable"))
             .map(|(ours, native)| ours / native);
-        let name = format!("small files, the commit of {who} alone to all of {NATIVE}");
+        let name = format!("small files, the commit of {candidate} alone to all of {NATIVE}");
         report.judge(name, limit, ratio.as_slice());
     }
 }
@@ -431,7 +450,7 @@ impl CommitCandidate<'_> {
         tasks: &[Task],
         sync: impl FnOnce() -> anyhow::Result<()>,
     ) -> anyhow::Result<ChangeCost> {
-        // What earlier measurements left dirty must not be written in this one's time.
+        // Dirty pages of earlier measurements are written before the time is taken.
         durable::sync_all(&self.behind)?;
         let server_cpu_s = || self.mount.as_ref().map_or(0.0, Mount::cpu_s);
         let before = server_cpu_s();

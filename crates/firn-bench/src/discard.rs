@@ -60,7 +60,7 @@ pub fn mount_discarding(geometry: &Geometry, mount_point: &Path) -> anyhow::Resu
     let below = backing::DiscardBacking(DirBacking::open(&backing)?);
     let options = EngineOptions::new(geometry.chunk_bytes);
     let engine = Engine::begin(below, arena, options)?;
-    // As firnd does after mounting, and as the baseline does with its buffer: both begin warm.
+    // firnd touches its memory after mounting, and the baseline touches its buffer. So this mount does the same.
     engine.arena().populate(&|| true)?;
     let threads = IoThreads {
         count: geometry.io_threads,

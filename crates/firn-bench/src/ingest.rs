@@ -93,7 +93,7 @@ impl IngestArgs {
         });
         let mut settings: Vec<Setting> = Vec::new();
         for setting in writes.chain(chunks).chain(arenas) {
-            // The sink knows no chunk or arena size: alone, it need not be measured for each.
+            // The baseline has no chunks and no arena. Without Firn, cases that differ only in these are the same.
             let new = if self.common.baseline_only {
                 !settings
                     .iter()

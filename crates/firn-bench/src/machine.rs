@@ -38,6 +38,7 @@ impl Machine {
 }
 
 impl std::fmt::Display for Machine {
+    /// Writes the machine as one line of a report. A debug build of the benchmark is marked, because it is too slow.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self {
             processor,

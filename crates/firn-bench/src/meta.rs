@@ -41,6 +41,7 @@ const fn phase(title: &'static str, operation: Operation, names: Names) -> Phase
     }
 }
 
+/// The operations in the order in which they are measured.
 const PHASES: [Phase; 5] = [
     phase("create, write 4K, close", Operation::Create, Names::None),
     phase("unlink", Operation::Unlink, Names::FromCreate),
@@ -93,7 +94,8 @@ impl MetaArgs {
         Ok(report)
     }
 
-    /// Makes the directories of all candidates.
+    /// Makes the directories of the candidates: a FUSE server that only passes requests on (the baseline), the native
+    /// file system, and Firn. The file systems are mounted for each measurement.
     fn candidates<'a>(
         &self,
         work: &WorkDir,

@@ -20,33 +20,43 @@ use crate::worker::{self, Task};
 
 const MB: f64 = 1e6;
 const GIB: f64 = (1_u64 << 30) as f64;
+/// Number of files of the checkpoint.
 const FILES: u64 = 4;
 /// Number of writer processes that run one after the other. A single one ends too soon for an exact figure.
 const WRITERS: u64 = 8;
 /// Name of the source host for the pullers.
 const HOST: &str = "source";
 
+/// Candidate: a program that only sends the bytes, from tmpfs, and one that only writes them. It is the baseline.
 const BARE: &str = "bare sendfile";
+/// Candidate: cp(1) from the mount to tmpfs, on one host.
 const COPY: &str = "cp through the mount";
+/// Candidate: rsync(1) from a daemon that reads the mount.
 const RSYNC: &str = "rsync";
+/// Candidate: `firn pull` without encryption.
 const FIRN: &str = "firn pull";
+/// Candidate: `firn pull` with encryption.
 const SEALED: &str = "firn pull --encrypt yes";
 /// Value of `--encrypt` for no encryption: the addresses of the veth are private, so `auto` does not encrypt.
 const PLAIN: &str = "auto";
+/// Candidate: writes of the same bytes to the disk, without a network.
 const DISK: &str = "the disk alone";
+/// Case of the writer: no pull is running.
 const ALONE: &str = "alone";
+/// Case of the writer: pulls are running over a slow link.
 const SLOW_LINK: &str = "while pulled over 1 Gbit/s";
+/// Case of the writer: pulls are running over a fast link.
 const FAST_LINK: &str = "while pulled without a limit";
 
 /// Pulls a checkpoint out of memory to another host.
 ///
 /// Two network namespaces of this machine stand for the hosts; a veth joins them, so both share its processors.
 /// Network: to tmpfs, beside a program that sends the same bytes of tmpfs files by sendfile(2) to one that writes them,
-/// rsync (a daemon, no ssh) out of the mount, cp on one host, and the same pull encrypted. Disk: to the file system of --dir, synced, beside the
-/// network alone and the disk alone. Writer: a program that writes to the mount, alone and while its neighbours are
-/// pulled over and over. Goals: at least 0.9 of bare sendfile, 1.5 times rsync and 0.9 of the slower of network and disk;
-/// at most 0.3 s of the agent's processor time a GiB; the writer at least 0.85 of alone over a link of 1 Gbit/s.
-/// Needs root, ip, tc and rsync.
+/// rsync (a daemon, no ssh) out of the mount, cp on one host, and the same pull encrypted. Disk: to the file system of
+/// --dir, synced, beside the network alone and the disk alone. Writer: a program that writes to the mount, alone and
+/// while its neighbours are pulled over and over. Goals: at least 0.9 of bare sendfile, 1.5 times rsync and 0.9 of the
+/// slower of network and disk; at most 0.3 s of the agent's processor time a GiB; the writer at least 0.85 of alone
+/// over a link of 1 Gbit/s. Needs root, ip, tc and rsync.
 #[derive(Clone, Debug, clap::Args)]
 pub struct PullArgs {
     #[command(flatten)]
@@ -143,7 +153,8 @@ impl PullArgs {
         Ok(report)
     }
 
-    /// Measures the parts that the options select.
+    /// Measures the parts that the options select: pulls to memory of the other host, pulls to its disk, and a program
+    /// that writes while another host pulls.
     fn measure_parts(
         &self,
         site: &Site<'_>,
@@ -180,7 +191,9 @@ impl PullArgs {
         Ok(rounds)
     }
 
-    /// Measures transfers to tmpfs of the other host.
+    /// Measures how fast the checkpoint arrives on a tmpfs of the other host, and the processor time that this costs
+    /// the source host. Compares pulls with plain and encrypted connections, a bare transfer, cp(1) and rsync(1). Adds
+    /// the cases and the goals to the report.
     fn measure_network(
         &self,
         site: &Site<'_>,
@@ -255,7 +268,8 @@ impl PullArgs {
         Ok(())
     }
 
-    /// Measures pulls to a disk of the other host.
+    /// Measures how fast a pull to a disk of the other host is, with the sync at its end. Compares it with the disk
+    /// alone and with the network alone. Adds the case and its goal to the report.
     fn measure_disk(
         &self,
         site: &Site<'_>,
@@ -278,7 +292,7 @@ impl PullArgs {
         report.add(title, by_candidate([DISK, BARE, FIRN], rates));
         let case = report.cases.last().expect("it was added");
         let ratios = [DISK, BARE].map(|limit| case.ratio(FIRN, limit, "throughput"));
-        // The one to which it is nearest is the slower one.
+        // The ratio to the slower one of disk and network is the larger ratio.
         let of_slower = ratios.into_iter().flatten().reduce(f64::max);
         report.judge(
             "firn pull to the slower of network and disk",
@@ -288,13 +302,15 @@ impl PullArgs {
         Ok(())
     }
 
-    /// Measures a program that writes to the mount while the checkpoint is pulled.
+    /// Measures how much pulls slow down a program that writes to the same mount: without a pull, and while the
+    /// checkpoint is pulled again and again over a slow and a fast link. Adds the case and its goal to the report.
     fn measure_writer(
         &self,
         site: &Site<'_>,
         memory: &Path,
         report: &mut Report,
     ) -> anyhow::Result<()> {
+        // This run creates the file, so that all measured runs overwrite it.
         site.write_beside()?;
         let rates = self.repeat("writer", || {
             let alone = site.write_beside()?;
@@ -429,8 +445,8 @@ impl Site<'_> {
         Ok(elapsed_s)
     }
 
-    /// Copies the checkpoint to the other host from a daemon of rsync(1), and removes the copy. Returns the seconds that
-    /// this took.
+    /// Copies the checkpoint to the other host from a daemon of rsync(1), and removes the copy. Returns the seconds
+    /// that this took.
     fn rsync(&self, target: &Path, memory: &Path) -> anyhow::Result<f64> {
         let address = self.link.address(1);
         let config = memory.join("rsyncd.conf");

@@ -17,6 +17,7 @@ struct ReadWay {
     mmap: bool,
 }
 
+/// The ways that are measured.
 const WAYS: [ReadWay; 3] = [
     ReadWay {
         bytes: 1 << 20,
@@ -83,7 +84,8 @@ impl ReadArgs {
         Ok(report)
     }
 
-    /// Sets up all candidates.
+    /// Sets up the candidates, the places from which the file is read: the native file system, and mounts of Firn with
+    /// and without kernel passthrough (the kernel reads the file in the backing without firnd).
     fn candidates<'a>(
         &self,
         work: &WorkDir,
@@ -153,7 +155,8 @@ impl ReadCandidate<'_> {
         read_into_page_cache(&self.file())
     }
 
-    /// Reads the file, with `bytes` bytes in each read.
+    /// Reads the whole file in a new process, with `bytes` bytes in each read, or through a mapping. Returns throughput
+    /// and processor time as a sample.
     fn measure(&self, size: u64, bytes: u64, mmap: bool) -> anyhow::Result<Sample> {
         let passes = ((1 << 30) / size).clamp(1, 4);
         let cpu_before = self.mount.as_ref().map_or(0.0, Mount::cpu_s);

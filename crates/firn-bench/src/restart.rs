@@ -12,9 +12,13 @@ use crate::worker::{self, Copy, Region, Task, Way, make_region};
 use firn_config::size_text;
 
 const GIB: f64 = (1u64 << 30) as f64;
+/// Candidate that copies bytes out of shared memory: the upper limit for any program, and the baseline.
 const SHARED: &str = "memcpy, shared";
+/// Candidate that reads files of a mount with the preload library.
 const PRELOAD: &str = "preload";
+/// Candidate that reads files of a mount through the kernel.
 const MOUNT: &str = "mount";
+/// Candidate that reads files on tmpfs through a FUSE server that only passes requests on.
 const PLAIN: &str = "tmpfs through FUSE";
 
 /// Reads files back that are held in memory: by processes that begin, as after a crash.
@@ -37,7 +41,7 @@ pub struct RestartArgs {
     size: Option<u64>,
 }
 
-/// One way to read.
+/// A way to read the files, for the comparison.
 struct RestartCandidate<'a> {
     name: &'static str,
     target: WriteTarget<'a>,
@@ -136,7 +140,8 @@ impl RestartArgs {
         Ok(report)
     }
 
-    /// Measures all ways to read one file.
+    /// Measures the ways to read one file that a mount holds in memory: through firnd, from pages that the kernel
+    /// keeps, and from its memory file. Each way needs a mount with other options.
     fn measure_held_file(
         &self,
         firn: &Firn,
@@ -166,7 +171,8 @@ impl RestartArgs {
         more: &str,
     ) -> anyhow::Result<Mount<'a>> {
         let chunk_bytes = 4 << 20;
-        // Beside the files: what their writers lease, and the part that settling leaves to writers.
+        // There must also be room for the chunks that the writers have leased. And settling, the move of closed files
+        // into memory files, leaves a part of the arena free for writers.
         let files = u64::from(self.processes_max())
             * (self.size().next_multiple_of(chunk_bytes) + 3 * chunk_bytes);
         let arena_bytes = (files + files / 16).next_multiple_of(chunk_bytes);
@@ -180,7 +186,8 @@ impl RestartArgs {
         Ok(mount)
     }
 
-    /// Sets up all candidates.
+    /// Sets up the candidates, the ways to read that are compared. The first one is the baseline, a copy out of shared
+    /// memory. Without `mount`, those on a mount of Firn are left out.
     fn candidates<'a>(
         &self,
         work: &WorkDir,

@@ -124,6 +124,7 @@ impl Drop for Mounted {
 }
 
 impl Serve for Server {
+    /// Mounts the file system at `mount_point`, and serves it until the input ends.
     fn serve(self, mount_point: &Path, input: Input) -> anyhow::Result<()> {
         let session = match self {
             Self::Sink { pool_bytes } => {
@@ -132,7 +133,7 @@ impl Serve for Server {
                 mount(sink, mount_point, "firn-bench-sink", machine::cores())?
             }
             Self::Plain { source } => {
-                // Modes of requests are complete.
+                // The kernel has applied the umask of the program already, so the server must not apply its own.
                 rustix::process::umask(rustix::fs::Mode::empty());
                 let backing = DirBacking::open(&source)?;
                 let plain = firn_testfs::Server::new(backing, Admit, Caching::Usual)?;

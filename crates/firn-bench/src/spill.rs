@@ -14,9 +14,13 @@ use crate::report::{Limit, Point, Report, Sample, median};
 use crate::worker::{self, Task};
 use firn_config::size_text;
 
+/// Bytes of a megabyte, the unit of the paper's rates.
 const MB: f64 = 1e6;
+/// Candidate that is only computed: the rate that the formula of the paper predicts.
 const FORMULA: &str = "formula";
+/// Candidate that writes to a mount with the preload library.
 const PRELOAD: &str = "preload";
+/// Size of a chunk, the unit that moves to the spill file.
 const CHUNK_BYTES: u64 = 4 << 20;
 /// Number of slots of the arena if all data is spilled: for the slot that the writer fills, and those that are being
 /// moved to the spill file.
@@ -24,7 +28,8 @@ const SLOTS_MIN: u64 = 4;
 /// Maximum time for moving data to the spill file.
 const WAIT_MAX: Duration = Duration::from_secs(600);
 
-/// Table 3 of the paper, for 512 MB per process: the spilled percentage, and the expected and the measured rate in MB/s.
+/// Table 3 of the paper, for 512 MB per process: the spilled percentage, and the expected and the measured rate in
+/// MB/s.
 const TABLE: [(f64, f64, f64); 7] = [
     (0.0, 15074.17, 15074.17),
     (3.125, 10349.12, 10586.61),
@@ -180,7 +185,8 @@ impl SpillArgs {
         Ok(vec![("throughput", "MB/s", self.device(work)? / MB)])
     }
 
-    /// Mounts Firn with an arena that holds the file except for `percent` of it.
+    /// Mounts Firn so that `percent` of the file has no room in the arena (the memory of the mount), and must move to
+    /// the spill file on the disk.
     fn mount<'a>(&self, firn: &'a Firn, work: &WorkDir, percent: f64) -> anyhow::Result<Mount<'a>> {
         let name = |what: &str| format!("{what}-{percent}");
         let backing = work.subdir(&name("backing"))?;
@@ -189,7 +195,8 @@ impl SpillArgs {
         let held = (chunks as f64 * (100.0 - percent) / 100.0).round() as u64;
         let options = "drain=demand,close=held,fsync=held,chunk-size=4M";
         let spill = work.subdir(&name("spill"))?;
-        // Chunks move whole, also those of which little is used: the first slabs of a file are small.
+        // Only whole chunks move, even if little of them is used, because the first slabs (parts of a chunk) that a
+        // file gets are small. So the spill file needs more room than the file has bytes.
         let spill_bytes =
             (self.size() + self.size() / 8).next_multiple_of(CHUNK_BYTES) + 4 * CHUNK_BYTES;
         let room = format!("spill={},spill-size={spill_bytes}", spill.display());
@@ -201,7 +208,8 @@ impl SpillArgs {
                     SLOTS_MIN * CHUNK_BYTES
                 )
             }
-            // 98 percent of these slots are those that the file is to keep.
+            // Chunks move until 98 percent of the slots are in use. So these 98 percent are the part that stays in
+            // memory.
             _ => format!(
                 "{options},{room},arena-size={},spill-upper=99,spill-lower=98",
                 (held * 100).div_ceil(98) * CHUNK_BYTES

@@ -318,6 +318,7 @@ struct Prepared {
 }
 
 impl Prepared {
+    /// Allocates the memory and opens the files that the task needs, so that its measured time does not include that.
     fn new(task: Task) -> anyhow::Result<Self> {
         let bytes = match &task {
             Task::Write { runs, .. } => runs.iter().map(|run| run.1).max().unwrap_or(0),
@@ -358,6 +359,7 @@ impl Prepared {
 }
 
 impl Job for Prepared {
+    /// Does the work of the task. The caller measures how long this takes.
     fn run(&mut self) -> anyhow::Result<()> {
         match &self.task {
             Task::Write {
@@ -406,7 +408,9 @@ impl Job for Prepared {
     }
 }
 
-/// Does [`Task::Write`].
+/// Executes [`Task::Write`]: writes a file from start to end, and closes it. Each of `runs` is a number of writes and
+/// the bytes of one write. `sync` opens the file with O_SYNC, and `over` keeps its old bytes until they are
+/// overwritten.
 fn write_file(
     path: &Path,
     runs: &[(u64, u64)],
@@ -441,7 +445,7 @@ pub fn close(file: File) -> std::io::Result<()> {
     }
 }
 
-/// Does [`Task::Read`] with pread(2).
+/// Executes [`Task::Read`] with pread(2): reads the whole file in blocks of the buffer's size, `passes` times.
 fn read_file(path: &PathBuf, passes: u64, buffer: &mut [u8]) -> anyhow::Result<()> {
     let file = File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
     for _ in 0..passes {
@@ -456,7 +460,8 @@ fn read_file(path: &PathBuf, passes: u64, buffer: &mut [u8]) -> anyhow::Result<(
     Ok(())
 }
 
-/// Does [`Task::Read`] through a shared mapping, which is made anew for each pass.
+/// Executes [`Task::Read`] through a shared mapping, which is made anew for each pass: copies all bytes into the
+/// buffer, block by block.
 fn read_mapped(path: &PathBuf, passes: u64, buffer: &mut [u8]) -> anyhow::Result<()> {
     use std::os::fd::AsRawFd;
     let file = File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
@@ -496,7 +501,8 @@ pub fn name_of(index: u64) -> String {
     format!("rank_{index:06}")
 }
 
-/// Does [`Task::Names`].
+/// Executes [`Task::Names`]: does one operation for each of `count` names in a directory. `List` reads the directory
+/// once, and fails if the number of names is not `count`.
 fn for_each_name(
     dir: &PathBuf,
     count: u64,

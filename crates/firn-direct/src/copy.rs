@@ -48,6 +48,7 @@ unsafe fn copy_large(to: *mut u8, from: *const u8, len: usize) {
     unsafe { ptr::copy_nonoverlapping(from, to, len) }
 }
 
+/// Sizes of a vector register with AVX-512 and with AVX.
 #[cfg(target_arch = "x86_64")]
 const AVX512_VECTOR_BYTES: usize = 64;
 #[cfg(target_arch = "x86_64")]

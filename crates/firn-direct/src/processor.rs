@@ -28,11 +28,13 @@ mod x86 {
         usable: [c_uint; 4],
     }
 
+    /// Type of the function of glibc that returns a leaf.
     type GetLeaf = unsafe extern "C" fn(c_uint) -> *const Leaf;
 
     /// glibc's indexes of the leaves (`CPUID_INDEX_1`, `CPUID_INDEX_7`).
     const LEAF_1: c_uint = 0;
     const LEAF_7: c_uint = 1;
+    /// Indexes of the registers in a [`Leaf`].
     const EBX: usize = 1;
     const ECX: usize = 2;
     /// Bits of the features in these registers. SSE4.2 has the instruction for CRC-32C.

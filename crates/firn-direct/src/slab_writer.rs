@@ -158,8 +158,10 @@ impl SlabWriter {
         appended
     }
 
-    /// Appends while the writer word is busy, so that firnd does not give the slab to another process. Extends the last
-    /// piece (record of an append) if the bytes continue it, else begins a new one.
+    /// Appends bytes of the file at `offset` to the slab, the part of shared memory that this writer fills. Extends the
+    /// last piece (the record of an append) if the bytes continue it, else begins a new one.
+    ///
+    /// The caller has set the slab's writer word to busy. So firnd does not give the slab to another process meanwhile.
     ///
     /// # Safety
     /// The promises of [`SlabWriter::append`] hold, and the writer word is busy.

@@ -8,7 +8,7 @@ use std::ffi::{c_int, c_long};
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 
-/// Makes a system call.
+/// Makes the system call with this number and these arguments. Returns its result, or `-errno`.
 ///
 /// # Safety
 /// The caller must allow all effects of the system call. It may write to memory at its arguments, and close or replace

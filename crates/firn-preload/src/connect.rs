@@ -36,6 +36,7 @@ const CONNECTIONS_MAX: u32 = 8;
 const LEASE_ANSWERS_MAX: usize = 16;
 /// Value of [`Link::socket`] while there is no connection.
 const NO_SOCKET: c_int = 0;
+/// Value of a slab that is not leased.
 const NO_SLAB: Slab = Slab {
     chunk: 0,
     records: 0,
@@ -64,6 +65,7 @@ struct Link {
     state: Locked<LinkState>,
 }
 
+/// The links of this process: each is the place of the connection to one arena.
 // SAFETY: the value consists of words, locks, an empty map, and options of words, for each of which zero bytes are
 // valid. Zeros mean that there is no connection, and `send_first_requests` sets the other values for the first one.
 static LINKS: Wiped<[Link; LINKS_MAX]> = unsafe { Wiped::new([const { Link::new() }; LINKS_MAX]) };
@@ -230,9 +232,12 @@ impl ServedFiles {
     }
 }
 
-/// Returns the link number of the connection to the firnd (serving process) of a token's arena, the shared memory of a
-/// mount. It connects if there is none; a new connection also carries `first_request`. `None` means that there is no
-/// connection: all links are in use or locked, too many connections were made, or firnd is not there.
+/// Returns the number of a connection to the firnd (serving process) of a mount, and connects if there is none. `token`
+/// names firnd's socket and the mount's *arena* (its shared memory). Requests of this process for all files of the
+/// mount use the same connection.
+///
+/// A new connection sends `first_request` at once. Returns `None` if all places for connections are in use or locked,
+/// if too many connections were made, or if firnd is not there.
 fn connect(
     token: &Token,
     served_files: ServedFiles,
@@ -246,6 +251,7 @@ fn connect(
         if is_unused {
             state.arena = token.arena;
         }
+        // This place is for the connection to another mount.
         if state.arena != token.arena {
             continue;
         }

@@ -51,11 +51,14 @@ unsafe extern "C" {
 /// Address of the table of functions that only streams of this module have; 0 if none was made yet.
 static STUB_STREAM_FUNCTIONS: AtomicUsize = AtomicUsize::new(0);
 
+/// Reads for the C library, through the hook of read(2). A cookie is the number of the stream's descriptor.
 unsafe extern "C" fn read(cookie: *mut c_void, data: *mut c_char, len: size_t) -> ssize_t {
     // SAFETY: the C library passes its own buffer, which has `len` writable bytes.
     unsafe { libc::read(cookie as c_int, data.cast(), len) }
 }
 
+/// Writes for the C library, through the hook of write(2), until all bytes are written or a write fails. Returns the
+/// number of written bytes.
 unsafe extern "C" fn write(cookie: *mut c_void, data: *const c_char, len: size_t) -> ssize_t {
     let fd = cookie as c_int;
     let mut done = 0;

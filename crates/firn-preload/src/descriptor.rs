@@ -37,7 +37,7 @@ pub(crate) fn write_descriptor<F: Fallback>(
     Handled::from_step(write_range::<F>(locked, source, range, call))
 }
 
-/// Does the work of [`write_descriptor`]: bytes go into leases (slabs of the shared memory) if possible, and the others
+/// Writes bytes of a program to an open file: into leases (slabs of the shared memory) if possible, and the others
 /// to the fallback: the kernel, or firnd for a stub (an empty file; firnd has its bytes). Returns the number of written
 /// bytes. `Err` is the result of a call that ends earlier, or leaves the call to the kernel.
 fn write_range<F: Fallback>(
@@ -108,7 +108,7 @@ pub(crate) fn read_descriptor<F: Fallback>(
     Handled::from_step(read_range::<F>(locked, target, range, call))
 }
 
-/// Does the work of [`read_descriptor`]: reads by the list, which says where the bytes are in the shared memory, or
+/// Reads bytes of an open file for a program: by the list, which says where the bytes are in the shared memory, or
 /// else by the fallback (the kernel, or firnd for a stub). Returns the number of bytes. `Err` is the result of a call
 /// that ends earlier, or leaves the call to the kernel.
 fn read_range<F: Fallback>(
@@ -135,9 +135,10 @@ fn read_range<F: Fallback>(
     result.map_err(Handled::from_errno)
 }
 
-/// Reads by the list, which says where the bytes of the file are in the shared memory. `Err` ends the call with its
-/// result: also if the list has served the read. `Ok` means that it has not, so that the fallback must, which is firnd
-/// for a stub. `claim` is the range by which the descriptor's offset was moved.
+/// Tries to serve a read by the list, which says where the bytes of the file are in the shared memory.
+///
+/// `Err` is the result of the call, also if the list has served it. `Ok` means that the list is of no use, so the
+/// caller reads by the fallback (the kernel or firnd). `claim` is the range by which the descriptor's offset was moved.
 fn read_by_list<F: Fallback>(
     mut locked: LockedEntry,
     target: Target<'_>,

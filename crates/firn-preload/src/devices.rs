@@ -30,6 +30,7 @@ struct Devices {
     last_token: Locked<Token>,
 }
 
+/// The devices that this process has met.
 // SAFETY: the value consists of words, a lock and a token, for which zero bytes are valid: no device is known.
 static KNOWN: Wiped<Devices> = unsafe {
     Wiped::new(Devices {
@@ -59,9 +60,11 @@ pub(crate) fn is_known_mount(device: u64) -> bool {
         .any(|slot| slot.load(Ordering::Relaxed) == mount_word)
 }
 
-/// Finds out whether the device of a descriptor is a Firn mount. Returns `None` if not. If the device was unknown,
-/// firnd (the serving process) is asked for its token, its number of the open file, which is returned. For a known
-/// mount [`NO_TOKEN`] is returned instead.
+/// Finds out whether an open file is on a Firn mount. Returns `None` if not.
+///
+/// For an unknown device, this is found out by a request for the file's *token*, firnd's number of the open file. Only
+/// firnd (the process that serves a mount) answers it. Returns the token then, and [`NO_TOKEN`] if the device was known
+/// as a mount already.
 pub(crate) fn token_on_mount(fd: c_int, device: u64) -> Option<u64> {
     let key = device_key(device);
     for slot in &KNOWN.devices {

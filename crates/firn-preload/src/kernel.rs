@@ -66,9 +66,11 @@ impl Fallback for Kernel {
         locked.is_private() || request_list(locked, explicit_offset, total)
     }
 
-    /// Gives the offset, which this process keeps during direct access, back to the kernel. The kernel then serves the
-    /// call, which is the result `Err`. `Ok`: a signal handler has already used the offset behind the range `claim`, so
-    /// the caller must serve that range itself.
+    /// Lets the kernel serve a call that direct access cannot serve. For that it gives the descriptor's offset, which
+    /// this process has kept, back to the kernel.
+    ///
+    /// `Err` is the usual result: the kernel serves the call. `Ok` means that it cannot, because a signal handler has
+    /// used the offset behind the claimed range. The caller then moves the bytes of that range itself.
     fn hand_over(
         mut locked: LockedEntry,
         claim: Option<&mut Claim>,
@@ -185,13 +187,15 @@ pub(crate) fn write_fast(
         return None;
     };
     let len = run.len();
-    if locked.tag != tag::WRITER || !locked.is_private() || len == 0 || !probe::is_short(len) {
+    let has_direct_access = locked.tag == tag::WRITER && locked.is_private();
+    if !has_direct_access || len == 0 || !probe::is_short(len) {
         return None;
     }
     let is_next_requested = locked.lease.is_next_requested;
     let writer = locked.lease.writer()?;
     // At half of the slab, the usual path requests the next lease.
-    if len > writer.free_bytes() as usize || (!is_next_requested && writer.is_half_full()) {
+    let has_room = len <= writer.free_bytes() as usize;
+    if !has_room || (!is_next_requested && writer.is_half_full()) {
         return None;
     }
     if !run.is_accessible() {
@@ -443,7 +447,8 @@ fn is_same_file(locked: &LockedEntry) -> bool {
 /// call writes `total` bytes. Returns whether the descriptor has direct access now.
 #[cold]
 fn request_grant(locked: &mut LockedEntry, total: usize) -> bool {
-    // Both count this call: the first calls, and calls while the next request is postponed, go through the kernel.
+    // The first calls go through the kernel, and so do calls while the next request is postponed. Both functions count
+    // the bytes of this call.
     if locked.request_policy.count_as_small(total as u64)
         || !locked.request_policy.may_request(total)
     {
@@ -580,8 +585,10 @@ fn is_small_read(locked: &mut LockedEntry, total: usize) -> bool {
     size < LISTED_FILE_BYTES_MIN && locked.request_policy.count_as_small(size.min(total as u64))
 }
 
-/// Drops a void list of the places of a file's bytes; the next read asks firnd for a new one. A list that has served
-/// few bytes counts as a refusal, and after [`REFUSALS_MAX`] of them firnd is not asked again.
+/// Ends direct reads of a file: drops its *list* (the places of its bytes in shared memory) and tells firnd. The next
+/// read asks firnd for a new list.
+///
+/// A list that has served few bytes counts as a refusal. After [`REFUSALS_MAX`] of them firnd is not asked again.
 fn drop_list(locked: &mut LockedEntry) {
     let link = locked.link;
     let token = locked.token;
@@ -596,7 +603,7 @@ fn drop_list(locked: &mut LockedEntry) {
     let bytes_until_request = if locked.request_policy.refusals() < REFUSALS_MAX {
         0
     } else {
-        // firnd is not asked again.
+        // No file has so much data, so firnd is not asked again.
         u64::MAX
     };
     locked.request_policy.postpone_by(bytes_until_request);

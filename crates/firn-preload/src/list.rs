@@ -44,7 +44,9 @@ use crate::sys;
 
 /// Maximum number of extents of a list. If a file has more, the list covers a part of it, or the fallback reads it.
 const LIST_MAX: usize = 64 * EXTENTS_MAX;
+/// Bytes of the extents of a list.
 const EXTENTS_BYTES: usize = LIST_MAX * size_of::<Extent>();
+/// Bytes of the memory of a list: its extents, and then its files.
 const LIST_BYTES: usize = EXTENTS_BYTES + LIST_FILES_MAX * size_of::<ListFile>();
 const _: () = assert!(EXTENTS_BYTES.is_multiple_of(align_of::<ListFile>()));
 /// The files that a call has read from are the bits of one word.
@@ -166,11 +168,12 @@ impl List {
         self.count + EXTENTS_MAX <= LIST_MAX
     }
 
-    /// Extends the list by an answer of firnd. Its *extents* (ranges of the file and their places) are in
-    /// [`List::free_extents`] already. It was requested at `requested_ns`, and `owner` is the program's descriptor.
+    /// Extends the list by an answer of firnd, with further *extents* (ranges of the file and their places). The answer
+    /// was received into [`List::free_extents`], and was requested at `requested_ns`. `owner` is the program's
+    /// descriptor.
     ///
-    /// Returns false if the file has changed since the first answer, or if its word in the shared memory, which changes
-    /// with the file, is not mapped. Then the list is void.
+    /// Returns false if the list is void now: the file has changed since the first answer, or the word in the shared
+    /// memory that shows later changes is not mapped.
     fn add_answer(
         &mut self,
         reply: &Reply,
@@ -204,10 +207,12 @@ impl List {
         self.until_ns = self.until_ns.max(until_ns);
     }
 
-    /// Adopts the descriptors of an answer of firnd: files of the backing, the directory below the mount. The answer's
-    /// extents (ranges of the file) begin at index `first_extent` and name files by their index in the answer.
-    /// Afterwards they name them by their index in the list, or `NO_FILE` if there is no room for the file: the
-    /// fallback (the kernel or firnd) reads these.
+    /// Takes over the files that came with an answer of firnd: open files of the backing, the directory below the
+    /// mount.
+    ///
+    /// Extents (ranges of bytes) in the backing name such a file by its index in the answer. This function replaces it
+    /// by the file's index in the list, for all extents from `first_extent` on. If the list has no room for the file,
+    /// they get `NO_FILE`, and the fallback (the kernel or firnd) reads their bytes.
     fn adopt_files(&mut self, files: &mut Files, first_extent: usize, owner: c_int) {
         const NO_FILE: u32 = u32::MAX;
         let mut list_indices = [NO_FILE; firn_format::data_socket::FILES_MAX];
@@ -307,10 +312,12 @@ impl List {
         (self.start..self.end).contains(&offset)
     }
 
-    /// Decides how a list, which knows the places of the bytes of one part of the file, gets to know those at `offset`
-    /// outside of that part. It grows up to there if the read is near its end. Otherwise it may restart at `offset`, or
-    /// at 0 if the whole file fits. Returns false if the read is not worth that, so that the fallback (the kernel or
-    /// firnd) serves it.
+    /// Prepares the list for a read at `offset`, outside of the part of the file that the list covers. Returns false if
+    /// that is not worthwhile, so that the fallback (the kernel or firnd) serves the read.
+    ///
+    /// A list says where the bytes of one part of the file are. If the read is near the end of the part, the caller
+    /// extends the list up to there. Otherwise the list may forget the part and begin anew: at 0 if it has room for the
+    /// whole file, else at `offset`.
     fn prepare_extension(&mut self, offset: u64) -> bool {
         let known_bytes = (self.end - self.start).max(1);
         // The whole file has about this many extents (ranges with one place each), if they are alike everywhere.

@@ -31,6 +31,7 @@ struct Lock {
 /// Address of the C library's byte that is not 0 while the process has one thread. If the C library has no such byte,
 /// it is the address of [`ALWAYS_MANY`], so that the process counts as one with several threads.
 static ONE_THREAD_BYTE: AtomicPtr<u8> = AtomicPtr::new((&raw const ALWAYS_MANY).cast_mut().cast());
+/// Stands for the byte of a C library that has none.
 static ALWAYS_MANY: AtomicU8 = AtomicU8::new(0);
 
 /// Looks up the C library's byte (`__libc_single_threaded`, since glibc 2.32).

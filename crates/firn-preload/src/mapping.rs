@@ -30,6 +30,7 @@ use crate::table::{self, tag};
 const MAPPINGS_MAX: usize = 64;
 /// The kernel maps shorter ranges, because a request to firnd would cost more than it saves.
 const MAP_BYTES_MIN: usize = 1 << 20;
+/// Size of a page of memory.
 const PAGE_BYTES: usize = PAGE as usize;
 /// Size of a huge page.
 const HUGE_BYTES: usize = DATA_ALIGN as usize;
@@ -44,6 +45,7 @@ struct Slot {
     fd: AtomicI32,
 }
 
+/// The mappings of memory files in this process.
 static MAPPINGS: [Slot; MAPPINGS_MAX] = [const {
     Slot {
         start: AtomicUsize::new(0),

@@ -56,9 +56,11 @@ impl Claim {
         Self::for_entry(locked.entry, locked.fd, range)
     }
 
-    /// Claims the range of a call: moves the offset behind it, so that a signal handler that interrupts the call gets
-    /// the next range. It also works in a handler whose thread holds the lock of the entry (the state of the
-    /// descriptor). The offset is *private* (kept by this process) or the kernel's.
+    /// Claims the range of a call: moves the descriptor's offset behind it. So a signal handler that interrupts the
+    /// call and uses the same descriptor gets the next range.
+    ///
+    /// The offset is *private* (kept by this process) or the kernel's. This function does not need the lock of the
+    /// entry (the descriptor's state), so the handler itself can call it too.
     #[inline(always)]
     pub(crate) fn for_entry(entry: &Entry, fd: c_int, range: CallRange) -> Self {
         let total = range.total;
@@ -108,9 +110,12 @@ impl Claim {
         self.release_unused_of_entry(locked.entry, locked.fd, done)
     }
 
-    /// Does the same as [`Claim::release_unused`] in a signal handler whose thread holds the lock of the entry: moves
-    /// the offset back to the end of the first `done` bytes of the claimed range. Returns false if the offset cannot
-    /// move: a later claim begins behind this one, or this claim does not own the offset any more.
+    /// Gives back the unused end of a claimed range: moves the offset back to the end of its first `done` bytes. Does
+    /// not need the lock of the entry, so it also works in a signal handler that has interrupted the holder of that
+    /// lock.
+    ///
+    /// Returns false if the offset cannot move: a later claim begins behind this one, or this claim does not own the
+    /// offset any more.
     pub(crate) fn release_unused_of_entry(&self, entry: &Entry, fd: c_int, done: usize) -> bool {
         let new_end = self.offset.wrapping_add(done as u64);
         match self.origin {

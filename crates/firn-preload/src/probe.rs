@@ -34,7 +34,9 @@ struct Pages {
     slots: [AtomicUsize; PAGES],
 }
 
+/// Pages from which the program can read.
 static READABLE: Pages = Pages::new();
+/// Pages to which the program can write.
 static WRITABLE: Pages = Pages::new();
 
 /// Number of the current era. A new era begins when good pages may have become bad. Its low bits are never all 0, so

@@ -9,11 +9,13 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use crate::wiped::Wiped;
 
+/// The two counters (head of this file).
 struct Sharing {
     under_way: AtomicU32,
     total: AtomicU64,
 }
 
+/// The counters of this process.
 // SAFETY: zeros are valid counters: no such call was made yet.
 static SHARING: Wiped<Sharing> = unsafe {
     Wiped::new(Sharing {

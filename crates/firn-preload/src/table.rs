@@ -60,6 +60,7 @@ struct Table {
     high: AtomicU32,
 }
 
+/// The state of all descriptors of this process.
 // SAFETY: the table consists of words and entries, for which zero bytes are valid: all descriptors are unknown, and all
 // locks are free.
 static TABLE: Wiped<Table> = unsafe {
@@ -303,8 +304,8 @@ pub(crate) fn has_state(fd: c_int) -> bool {
     tag.is_some_and(|tag| !matches!(tag.load(Ordering::Acquire), tag::UNKNOWN | tag::ORDINARY))
 }
 
-/// Finds out at the first use of a descriptor whether it is a stub (an empty file; firnd has its bytes). Returns its
-/// tag, which says which hooks must look at it.
+/// Finds out at the first use of a descriptor whether it is a stub (an empty file; firnd has its bytes), and records
+/// the answer. Returns its *tag*, the word that tells the hooks whether the library serves the descriptor.
 #[cold]
 fn find_tag(fd: c_int) -> u32 {
     // A stub that came by a raw call or in a message may be shared with an unknown process.

@@ -34,6 +34,7 @@ const DIR_BYTES: usize = DIR_BYTES_MAX + 1;
 const DIR_BYTES_MAX: usize = 107 - 22;
 /// Bytes of a buffer for a short prefix, a number and a zero byte.
 const NUMBERED_TEXT_BYTES: usize = 32;
+/// A description without a tree.
 const EMPTY: StubTree = StubTree {
     magic: 0,
     device_major: 0,

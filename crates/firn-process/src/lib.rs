@@ -181,6 +181,8 @@ impl Program {
 }
 
 impl Drop for Program {
+    /// Kills the program with its process group, and reaps it. Does nothing if it was reaped already. If it does not
+    /// end within [`KILL_WAIT`], a thread reaps it later.
     fn drop(&mut self) {
         let Some(mut child) = self.0.take() else {
             return;

@@ -364,6 +364,8 @@ impl StatusField for Vec<String> {
 
 /// The value is the number of parts. The figures of each part follow.
 impl<P: StatusPart> StatusField for Vec<P> {
+    /// Declares the figures of a list of parts, and adds their samples: the length of the list, and the figures of each
+    /// part. Samples of different parts have different labels.
     fn add_figures(value: Option<&Self>, context: &FieldContext, figures: &mut Figures) {
         figures.add_sample(
             context,
@@ -371,6 +373,7 @@ impl<P: StatusPart> StatusField for Vec<P> {
         );
         let mut each_part = context.clone();
         each_part.json += "[]";
+        // This declares the figures even if the list is empty.
         P::add_figures(None, &each_part, figures);
         for (number, part) in value.into_iter().flatten().enumerate() {
             let part_context = match P::NUMBERED {

@@ -133,6 +133,7 @@ impl Serialize for BytePath {
 }
 
 impl<'de> Deserialize<'de> for BytePath {
+    /// Reads a path: a string, or an object `{"escaped": …}` with a path that is not UTF-8.
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct PathVisitor;
 

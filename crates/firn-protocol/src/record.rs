@@ -2,9 +2,8 @@
 //! mount, writes it.
 //!
 //! The record is JSON. It is sent over the control socket, and stored in the runtime directory of the host
-//! (`KEY.record`) and, with `record-in=backing`, in `.firn/records` of the backing, the directory that
-//! the mount serves. Another user may have written such
-//! a file, so readers use [`RunRecord::parse`].
+//! (`KEY.record`) and, with `record-in=backing`, in `.firn/records` of the backing, the directory that the mount
+//! serves. Another user may have written such a file, so readers use [`RunRecord::parse`].
 //!
 //! Time is divided into *buckets* of equal length. When there are too many buckets, each two neighbours are merged.
 //!
@@ -113,6 +112,7 @@ impl Bucket {
 }
 
 impl From<[u64; FIELDS]> for Bucket {
+    /// Makes a bucket of its values, in the order of its fields.
     fn from(fields: [u64; FIELDS]) -> Self {
         let [
             ingest_bytes,
@@ -146,6 +146,7 @@ impl From<[u64; FIELDS]> for Bucket {
 }
 
 impl From<Bucket> for [u64; FIELDS] {
+    /// Returns the values of a bucket, in the order of its fields.
     fn from(bucket: Bucket) -> Self {
         [
             bucket.ingest_bytes,

@@ -194,7 +194,8 @@ impl ScopePattern {
                 identity: ScopeIdentity::Path(top.to_vec()),
             });
         }
-        // The top is the first component that the pattern matches, so all tops of a scope are in one directory.
+        // The pattern may match several components, as `step{N}/rank*`. The first of them is the top, so all tops of a
+        // scope are in one directory.
         let top = (1..depth).fold(top, |path, _| parent_of(path));
         Some(FoundScope {
             dir: parent_of(top).to_vec(),

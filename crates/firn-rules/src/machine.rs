@@ -573,7 +573,8 @@ impl Machine {
         let newest = self.newest_committed(scope.key.rule, &scope.key.dir);
         let is_write = scope.purpose == ScopePurpose::Write;
         let living_writers = scope.living_writers.len();
-        // An event that hosts have published before remains valid. So what was added since then counts as an open file.
+        // A published event cannot be taken back. If the scope was extended after it, one more open file is reported,
+        // so that the hosts wait for the next event.
         let awaits_event = scope.is_extended && !scope.event_seen && living_writers > 0;
         let open = scope.open.len()
             + scope.operations_under_way
@@ -844,9 +845,11 @@ impl Machine {
         outermost
     }
 
-    /// Returns the scope (the files of one checkpoint) to which a name beside it (a marker) refers. This is the newest
-    /// open scope that fits `captures`, the variable parts of the marker's name, or else the scope with these captures.
-    /// Returns `None` without captures and without an open scope.
+    /// Returns the scope (the files of one checkpoint) to which a *marker* refers: a file beside the checkpoint, such
+    /// as `latest`, with which the program tells that the checkpoint is complete.
+    ///
+    /// This is the newest open scope that fits `captures`, the variable parts of the marker's name. If none is open, it
+    /// is the scope that the captures name. Returns `None` if there are no captures either.
     fn scope_of_marker(&self, rule: usize, path: &[u8], captures: &Captures) -> Option<FoundScope> {
         let dir = parent_of(path);
         let newest_open = self.scopes.values().rev().find(|scope| {

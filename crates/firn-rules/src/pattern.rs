@@ -175,8 +175,11 @@ pub(crate) struct PatternMatch {
 }
 
 impl Pattern {
-    /// Compiles a pattern for paths; `|` separates its alternatives. `prefix` is a regular expression before each
-    /// alternative. `kinds` says what text each capture `{name}` matches.
+    /// Compiles a pattern for paths to regular expressions: one for each of its alternatives, which `|` separates, and
+    /// one without captures for all of them together.
+    ///
+    /// `prefix` is a regular expression that precedes each alternative. `kinds` says what text each capture `{name}`
+    /// matches.
     pub(crate) fn new(
         text: &str,
         kinds: &BTreeMap<String, CaptureKind>,

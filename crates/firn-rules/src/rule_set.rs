@@ -95,6 +95,7 @@ impl RuleSet {
         Some(CheckpointOfPath {
             rule: self.rules[rule].name.clone(),
             step: found.step(),
+            // All names of one checkpoint have the same group.
             group: format!("{rule} {:?} {:?}", found.dir, found.identity),
             top: found.top,
         })

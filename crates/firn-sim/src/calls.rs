@@ -406,6 +406,7 @@ impl Names for SimBacking {
         Ok((object, attr))
     }
 
+    /// Makes a regular file and opens it. Ignores the hint, because the inode number decides the lane.
     fn create_placed(
         &self,
         caller: &Caller,
@@ -445,6 +446,7 @@ impl Names for SimBacking {
         }
     }
 
+    /// Gives an object another name, as link(2) does.
     fn link(&self, object: &SimInode, parent: &SimInode, name: &OsStr) -> Result<Attr> {
         let disk = &mut self.begin_step("link")?.disk;
         disk.check_name_free(parent.ino, name)?;
@@ -479,6 +481,7 @@ impl Names for SimBacking {
         }
     }
 
+    /// Renames an object, as renameat2(2) does.
     fn rename(
         &self,
         parent: &SimInode,
@@ -537,6 +540,7 @@ impl Names for SimBacking {
         Ok(SimDir(object.clone()))
     }
 
+    /// Passes the entries of a directory behind the position `cookie` to `sink`, until it returns false.
     fn read_dir(
         &self,
         dir: &SimDir,
@@ -561,6 +565,8 @@ impl Names for SimBacking {
 }
 
 impl Attributes for SimBacking {
+    /// Returns the attributes of an object, as stat(2) does. `Freshness::Known` may return old ones, as a client's
+    /// cache.
     fn stat(&self, target: TargetOf<'_, Self>, freshness: Freshness) -> Result<Attr> {
         let ino = match target {
             Target::Inode(object) => object.ino,
@@ -646,6 +652,7 @@ impl Files for SimBacking {
         resize_by_set_len(resize, len, |len| self.truncate(file, len))
     }
 
+    /// Reserves, zeroes or frees a range of a file, as fallocate(2) does.
     fn allocate(&self, file: &SimFile, mode: i32, offset: u64, len: u64) -> Result<()> {
         const KEEP_SIZE: i32 = libc::FALLOC_FL_KEEP_SIZE;
         const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE;
@@ -692,6 +699,7 @@ impl Files for SimBacking {
         data.seek(offset, what == Seek::Data).ok_or(Errno::NXIO)
     }
 
+    /// Copies a range between two files, as copy_file_range(2) does. Returns the number of bytes.
     fn copy_range(
         &self,
         from: &SimFile,

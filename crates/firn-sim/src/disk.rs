@@ -45,6 +45,7 @@ pub(super) struct Inode {
     users: UserCount,
 }
 
+/// Indexes of the times of an inode: access, modification, change and birth.
 pub(super) const ATIME: usize = 0;
 pub(super) const MTIME: usize = 1;
 pub(super) const CTIME: usize = 2;
@@ -140,6 +141,7 @@ pub struct Disk {
 }
 
 impl Default for Disk {
+    /// Makes a disk with an empty root directory and without a limit of space.
     fn default() -> Self {
         let mut root = Inode::new(libc::S_IFDIR | 0o755, Time::default());
         (root.nlink, root.parent) = (2, ROOT);

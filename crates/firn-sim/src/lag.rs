@@ -1,5 +1,5 @@
-//! Old answers, as of a network file system whose client caches them for a while. Either listings of directories lag,
-//! or attributes and the names of directories.
+//! Simulates the client cache of a network file system: for a while, a process gets old answers of the server. Either
+//! listings of directories lag, or attributes and the names of directories do.
 //!
 //! * An old listing is the directory as it was at some moment, but never older than one that this process has seen.
 //! * After a process has changed a directory, its next listing has this change and all earlier changes of other

@@ -44,8 +44,11 @@ struct ChangedName {
 }
 
 impl NameChange {
-    /// Makes the record of a change of names, which removes the names of `replaced_objects`. A power failure may undo
-    /// the change, unless it is synced.
+    /// Makes the record of a change of names, which also removes the names of `replaced_objects`. A power failure may
+    /// undo the change, unless it is synced.
+    ///
+    /// The record says what the change modifies, and what must be durable before it: for example, the directory of a
+    /// new name must exist.
     pub(super) fn new(
         inodes: &Inodes,
         new_names: &[NewName<'_>],

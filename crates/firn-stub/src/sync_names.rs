@@ -766,8 +766,8 @@ impl<B: Backing> Tree<B> {
         Ok(())
     }
 
-    /// Copies the ranges of a stub (`source`, on tmpfs) to which a program wrote into the stub's file (`handle`). Holes
-    /// are not such ranges.
+    /// Copies the bytes that a program wrote to a stub itself (`source`, on tmpfs) into the stub's file in the engine
+    /// (`handle`). Holes of the stub are not copied.
     ///
     /// The kernel allocates whole pages, so zeros at the start of a range were most likely not written. There, the file
     /// retains its own bytes up to its length `file_bytes`.

@@ -1,10 +1,14 @@
-//! What must be removed, however a program ends.
+//! Removes what a test or benchmark set up (mounts, directories, networks), however the program ends.
+//!
+//! A *leftover* is an object that outlives its process unless a program removes it. Its *guard* removes it when
+//! dropped.
 //!
 //! Promises
 //! * A [`Leftover`] is removed when its [`Guard`] is dropped: on return, error or panic.
-//! * It is named *before* it exists, so that removing it is content to find nothing.
-//! * In a program that keeps a list ([`keep_list`]) another process removes what is left of it ([`remove_listed`]): also
-//!   when the program was killed. That process ends all others first, so nothing is set up behind its back.
+//! * The guard is made *before* the object. So it is no error if there is nothing to remove.
+//! * A program may write its leftovers to a list ([`keep_list`]). Then another process removes what is still in the
+//!   list ([`remove_listed`]), also if the program was killed. That process must end all processes of the program
+//!   first.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Write};
@@ -22,16 +26,16 @@ use serde::{Deserialize, Serialize};
 
 use crate::{run, run_quietly, unmount_lazily};
 
-/// Far more than a process takes to end that was killed.
+/// Longest wait for the end of killed processes, which usually takes milliseconds.
 const END_MAX: Duration = Duration::from_secs(20);
 
-/// Something that outlives its maker.
+/// An object that outlives the process that made it, and how it is found again.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Leftover {
-    /// What is mounted there.
+    /// The mount at this mount point.
     Mount(PathBuf),
-    /// A directory with all that is in it.
+    /// A directory with its content.
     Dir(PathBuf),
     /// A file.
     File(PathBuf),
@@ -43,16 +47,16 @@ pub enum Leftover {
     LoopDevices(PathBuf),
     /// A cgroup that no process is in any more.
     Cgroup(PathBuf),
-    /// What a file of the kernel's was told; this takes it back.
+    /// A changed setting of the kernel, and the text that restores it.
     Setting {
-        /// The file.
+        /// The file of the setting, in /sys or /proc.
         file: PathBuf,
-        /// What is written to it.
+        /// The text that is written to the file.
         text: String,
     },
 }
 
-/// Removes what it was made for when dropped.
+/// Removes a leftover when dropped.
 #[must_use = "it removes at once what it was made for"]
 pub struct Guard {
     id: u64,
@@ -70,7 +74,9 @@ enum Entry {
 /// The list of this process, if it keeps one.
 static LIST: OnceLock<File> = OnceLock::new();
 
-/// Says that `leftover` is going to exist. Panics where that cannot be noted in the list.
+/// Announces an object that is about to be made, and returns the guard that removes it.
+///
+/// If this process keeps a list, the object is written there first. Panics if the list cannot be written.
 pub fn expect(leftover: Leftover) -> Guard {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let id = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -79,7 +85,7 @@ pub fn expect(leftover: Leftover) -> Guard {
     Guard { id, leftover }
 }
 
-/// From now on this process notes in `path`, a file, what it sets up.
+/// Makes this process write its leftovers to the file `path` from now on.
 pub fn keep_list(path: &Path) -> anyhow::Result<()> {
     let file = OpenOptions::new().append(true).open(path);
     let file = file.with_context(|| format!("cannot open {}", path.display()))?;
@@ -87,7 +93,7 @@ pub fn keep_list(path: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Removes what a process that has ended left behind by its list: what came last first.
+/// Removes the leftovers in the list of a process that has ended, the newest first.
 pub fn remove_listed(path: &Path) -> anyhow::Result<()> {
     for leftover in listed(BufReader::new(File::open(path)?)).into_iter().rev() {
         leftover.remove();
@@ -95,10 +101,10 @@ pub fn remove_listed(path: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What a list says was expected and not removed.
+/// Returns the leftovers that a list announces and does not report as removed, in the order of the list.
 fn listed(list: impl BufRead) -> Vec<Leftover> {
     let mut left: Vec<(u64, Leftover)> = Vec::new();
-    // A line that is no entry was not written to its end, so nothing came of it.
+    // An incomplete line is skipped: its writer was killed before it made the object.
     let entries = list.lines().map_while(Result::ok);
     for entry in entries.filter_map(|line| serde_json::from_str(&line).ok()) {
         match entry {
@@ -109,6 +115,7 @@ fn listed(list: impl BufRead) -> Vec<Leftover> {
     left.into_iter().map(|(_, leftover)| leftover).collect()
 }
 
+/// Appends an entry to the list of this process. Does nothing if there is no list.
 fn note(entry: &Entry) -> std::io::Result<()> {
     let Some(mut list) = LIST.get() else {
         return Ok(());
@@ -120,12 +127,13 @@ fn note(entry: &Entry) -> std::io::Result<()> {
 impl Drop for Guard {
     fn drop(&mut self) {
         self.leftover.remove();
-        // Else it is removed once more.
+        // If this fails, the process that reads the list removes the object once more, which does no harm.
         let _ = note(&Entry::Removed(self.id));
     }
 }
 
 impl Leftover {
+    /// Removes the object, or does nothing if there is none. Errors are ignored, because other leftovers follow.
     fn remove(&self) {
         match self {
             Self::Mount(point) if is_mount_point(point) => unmount_lazily(point),
@@ -133,8 +141,8 @@ impl Leftover {
             Self::Dir(path) => drop(std::fs::remove_dir_all(path)),
             Self::File(path) => drop(std::fs::remove_file(path)),
             Self::Namespace(name) => {
-                // Servers leave their process group and some survive the end of their connections. The namespace is the
-                // run's own, so whatever is in it is too.
+                // Servers are daemons, so neither their process group nor a closed connection ends them. The namespace
+                // belongs to this run alone, so all processes in it do too.
                 end_all_in(name);
                 run_quietly("ip", &["netns", "del", name]);
             }
@@ -146,12 +154,14 @@ impl Leftover {
     }
 }
 
-/// Whether something is mounted at `path`, also where its server has died.
+/// Returns whether `path` is a mount point. This works even if the server of the mount has died.
 fn is_mount_point(path: &Path) -> bool {
     let table = std::fs::read("/proc/self/mounts").unwrap_or_default();
     has_mount(&table, path)
 }
 
+/// Returns whether the kernel's table of mounts has the mount point `path`. In the table, special bytes are octal
+/// escapes.
 fn has_mount(table: &[u8], path: &Path) -> bool {
     let mut escaped = Vec::new();
     for &byte in path.as_os_str().as_bytes() {
@@ -174,12 +184,12 @@ fn detach_all(image: &Path) {
     }
 }
 
-/// Ends the processes of a network namespace. When it returns they write nothing any more to directories that are removed
-/// next.
+/// Kills the processes of a network namespace, and waits for their end, at most [`END_MAX`]. Afterwards none of them
+/// writes to the directories that are removed next.
 fn end_all_in(namespace: &str) {
     let begin = Instant::now();
     loop {
-        // One of them may have been starting another.
+        // A killed process may have started another one in the meantime, so the list is read again.
         let pids = run("ip", &["netns", "pids", namespace]).unwrap_or_default();
         if pids.is_empty() || begin.elapsed() > END_MAX {
             return;
@@ -188,7 +198,7 @@ fn end_all_in(namespace: &str) {
     }
 }
 
-/// Ends the processes whose numbers stand in `pids`, one a line, and waits until they have ended.
+/// Kills processes, and waits until each has ended, at most [`END_MAX`]. `pids` has one process id on each line.
 fn end_all(pids: &str) {
     let killed: Vec<OwnedFd> = pids
         .lines()
@@ -204,7 +214,7 @@ fn end_all(pids: &str) {
         tv_nsec: 0,
     };
     for process in killed {
-        // It can be read from when the last thread has ended.
+        // A pidfd becomes readable when the last thread of its process has ended.
         let _ = poll(&mut [PollFd::new(&process, PollFlags::IN)], Some(&limit));
     }
 }

@@ -1,14 +1,14 @@
-//! A passthrough that fails on command, steered by files.
+//! A FUSE server for tests that passes requests to a directory, and lets them fail or hang on command.
 //!
-//! No device mapper is needed to get an I/O error out of a file system this way, and killing the process that serves
-//! makes the backing vanish (ENOTCONN) as a lost network mount does.
+//! So a test gets I/O errors of a file system without the device mapper. If the test kills the server, calls fail with
+//! ENOTCONN, as on a lost network mount.
 //!
-//! A [`Control`] has three files:
-//! * one with the name of the errno that every write and fsync gives (`EIO`, `ENOSPC`, `EDQUOT`, `ESTALE`); empty for
-//!   health;
-//! * with the extension `hang`: an operation and the beginning of a path, relative to the directory that is served.
-//!   The operation does not return for any such path before the file says something else;
-//! * with the extension `hung`: a byte for each call that came to hang.
+//! The test gives its commands in files ([`Control`]):
+//! * `PATH` has the name of the errno with which every write and fsync fails (`EIO`, `ENOSPC`, `EDQUOT`, `ESTALE`). If
+//!   it is empty, they succeed.
+//! * `PATH.hang` has an operation and the beginning of a path, relative to the served directory. The operation hangs
+//!   for all these paths until the file is removed or changed.
+//! * `PATH.hung` gets one byte from the server for each call that begins to hang.
 
 use std::ffi::OsStr;
 use std::fs::{self, OpenOptions};
@@ -23,33 +23,32 @@ use parking_lot::Mutex;
 
 use crate::{Caching, Policy, Server, mount_settings};
 
-/// How often the server looks whether calls that hang still shall.
+/// Interval at which the server checks whether a hanging call must still hang.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Tells a server what shall fail.
+/// The files by which a test commands a server (head of this file).
 #[derive(Clone, Debug)]
 pub struct Control {
     path: PathBuf,
 }
 
 impl Control {
-    /// The files at `path`, of a server that runs or will.
+    /// Returns the control over the server that reads its commands at `path`. The server need not run yet.
     pub fn new(path: PathBuf) -> Self {
         Self { path }
     }
 
-    /// Its path, for [`serve`].
+    /// Returns the path of the commands, for [`serve`].
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// From now on every write and fsync fails with the errno of this name; empty heals.
+    /// Makes every write and fsync fail with the errno of this name from now on. An empty name ends that.
     pub fn fail_writes(&self, errno: &str) -> io::Result<()> {
         fs::write(&self.path, errno)
     }
 
-    /// From now on `operation` (the request's name) hangs for all paths that begin with `path`, until
-    /// [`Control::let_go`].
+    /// Makes the request `operation` hang for all paths that begin with `path`, until [`Control::let_go`].
     pub fn hang(&self, operation: &str, path: &str) -> io::Result<()> {
         fs::write(self.hung_file(), "")?;
         let next = self.path.with_extension("next");
@@ -62,7 +61,7 @@ impl Control {
         fs::remove_file(self.hang_file())
     }
 
-    /// Calls that came to hang since [`Control::hang`].
+    /// Returns how many calls have begun to hang since [`Control::hang`].
     pub fn hung_count(&self) -> u64 {
         fs::metadata(self.hung_file()).map_or(0, |meta| meta.len())
     }
@@ -81,7 +80,7 @@ impl Control {
         file.write_all(b".")
     }
 
-    /// Whether `operation` on `path` shall hang now.
+    /// Returns whether the command of the test makes `operation` on `path` hang now.
     fn hangs(&self, operation: &str, path: &str) -> bool {
         let rule = fs::read_to_string(self.hang_file()).unwrap_or_default();
         let (hanging, beginning) = rule.split_once(' ').unwrap_or_default();
@@ -99,12 +98,13 @@ impl Control {
     }
 }
 
-/// Does what a [`Control`] says.
+/// The policy of the server: lets requests fail or hang as a [`Control`] says.
 struct Faults {
     control: Control,
-    /// The directory that is served, as the kernel names it.
+    /// Canonical path of the served directory.
     source: PathBuf,
-    /// Held by the one hung call that watches the rule, so that hundreds of them cost no more than one.
+    /// Held by the one hanging call that polls the file. The others wait for the lock, so hundreds of them cost no
+    /// more.
     watch: Mutex<()>,
 }
 
@@ -124,7 +124,7 @@ impl Policy<DirBacking> for Faults {
 }
 
 impl Faults {
-    /// Returns when the request may go on.
+    /// Delays a request as long as the test's command makes it hang. Any other request is not delayed.
     fn hang(&self, operation: &str, inode: &<DirBacking as Volume>::Inode, name: Option<&OsStr>) {
         if !self.control.hang_file().exists() {
             return;
@@ -145,6 +145,7 @@ impl Faults {
         }
     }
 
+    /// Returns the path of an object, or of `name` in it, relative to the served directory.
     fn relative_path(
         &self,
         inode: &<DirBacking as Volume>::Inode,
@@ -158,8 +159,9 @@ impl Faults {
     }
 }
 
-/// Serves `source` at `mount_point` until the process is killed, with `threads` threads: one more than calls may hang
-/// at a time.
+/// Serves the directory `source` at `mount_point` until the process is killed.
+///
+/// A hanging call occupies a thread. So `threads` must be larger than the number of calls that hang at a time.
 pub fn serve(source: &Path, mount_point: &Path, control: &Path, threads: usize) -> io::Result<()> {
     rustix::process::umask(rustix::fs::Mode::empty());
     let policy = Faults {

@@ -1,12 +1,12 @@
 //! FUSE servers for tests and benchmarks.
 //!
 //! * [`Server`] serves any [`firn_backing::Backing`]: a directory ([`firn_backing::DirBacking`]) is a passthrough, the
-//!   simulated disk a server whose power can be cut (`power`). A [`Policy`] is asked before each request and may
+//!   simulated disk is a server that can lose its power (`power`). A [`Policy`] is asked before each request and may
 //!   delay it or answer with an error (`faults`).
 //! * [`moosefs::MooseFs`] is a MooseFS with servers of its own, in a network namespace.
-//! * [`slow::serve`] serves a directory as slowly as a network file system; the program `firn-slowfs` does.
-//! * [`trace::Trace`] is a policy that records which client writes when.
-//! * [`sink::Sink`] takes writes and forgets them: the least that a server written with the same crate can do.
+//! * [`slow::serve`] serves a directory as slowly as a network file system, for the program `firn-slowfs`.
+//! * [`trace::Trace`] is a policy that records which file is written when.
+//! * [`sink::Sink`] accepts writes and discards their bytes. It shows how fast any server written with `fuser` can be.
 //!
 //! None of them is a file system to keep data in.
 
@@ -38,7 +38,7 @@ pub use server::Server;
 /// Largest write request: the kernel's default cap, and what firnd asks for.
 pub const MAX_WRITE_BYTES: u32 = 1 << 20;
 
-/// What the kernel may keep of what a server answered.
+/// Which answers of a server the kernel may cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Caching {
     /// Names and attributes for a second, pages while a file is open, as in a mount of Firn.
@@ -47,10 +47,10 @@ pub enum Caching {
     Nothing,
 }
 
-/// Is asked before each request is served.
+/// Decides before each request whether and when it is served.
 pub trait Policy<B: Backing>: Send + Sync + 'static {
-    /// Returns when `operation` (the request's name: `lookup`, `write`, …) on `inode`, or on `name` in it, may be
-    /// served; an error is the answer instead.
+    /// Returns when a request may be served: `operation` (`lookup`, `write`, …) on `inode`, or on `name` in it. An
+    /// error becomes the answer to the request.
     fn admit(
         &self,
         operation: &'static str,
@@ -58,29 +58,31 @@ pub trait Policy<B: Backing>: Send + Sync + 'static {
         name: Option<&OsStr>,
     ) -> Result<(), Errno>;
 
-    /// The name under which `name` is stored: file systems that do not tell upper from lower case store one for several.
+    /// Returns the name under which `name` is stored. A file system without a difference between upper and lower case
+    /// stores one name for several.
     fn stored_name<'n>(&self, name: &'n OsStr) -> Cow<'n, OsStr> {
         Cow::Borrowed(name)
     }
 
-    /// Returns when `transfer` of the file with this inode number has taken its time.
+    /// Delays the transfer of data of the file with this inode number as long as it should take. By default it takes no
+    /// time.
     fn transfer(&self, _file: u64, _transfer: Transfer) {}
 }
 
-/// What happens to the data of a file.
+/// A use of a file's data for which a [`Policy`] may charge time.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Transfer {
-    /// These bytes are there, and are going to be sent.
+    /// This range was read, and will be sent to the kernel.
     Read(Range<u64>),
-    /// These bytes are going to be stored.
+    /// This range will be stored.
     Write(Range<u64>),
-    /// What was written is going to be synced.
+    /// The written bytes will be synced.
     Sync,
     /// A descriptor is closed.
     Close,
 }
 
-/// Every request is served at once.
+/// Policy that serves every request at once.
 pub struct Admit;
 
 impl<B: Backing> Policy<B> for Admit {
@@ -89,7 +91,7 @@ impl<B: Backing> Policy<B> for Admit {
     }
 }
 
-/// Every request is served at once, and upper and lower case of ASCII letters are the same in names.
+/// Policy that serves every request at once, and treats upper and lower case of ASCII letters in names as equal.
 pub struct FoldCase;
 
 impl<B: Backing> Policy<B> for FoldCase {
@@ -102,7 +104,7 @@ impl<B: Backing> Policy<B> for FoldCase {
     }
 }
 
-/// The settings of a mount that is called `name` in the table of mounts.
+/// Returns the settings of a mount that has the name `name` in the kernel's table of mounts.
 pub fn mount_settings(name: &str, acl: SessionACL, threads: usize) -> Config {
     let mut config = Config::default();
     config.mount_options = vec![
@@ -117,8 +119,10 @@ pub fn mount_settings(name: &str, acl: SessionACL, threads: usize) -> Config {
     config
 }
 
-/// Mounts `source` for one of several clients, each with a policy of its own: nothing is cached, and a lock of one keeps
-/// the others out. It is served until the session is dropped. The process must have umask 0.
+/// Mounts the directory `source` as one of several clients sees it. The mount exists until the session is dropped.
+///
+/// Nothing is cached, and file locks of one client exclude the others. Each client has its own policy. The process must
+/// have umask 0.
 pub fn mount_client(
     source: &Path,
     mount_point: &Path,
@@ -131,7 +135,7 @@ pub fn mount_client(
         .with_context(|| format!("cannot mount {}", mount_point.display()))
 }
 
-/// Takes a mount out of the tree, also where programs still use it.
+/// Detaches a mount from its mount point, even if programs still use it.
 pub fn unmount_lazily(mount_point: &Path) {
     use rustix::mount::{UnmountFlags, unmount};
     if unmount(mount_point, UnmountFlags::DETACH) == Err(rustix::io::Errno::PERM) {
@@ -142,7 +146,8 @@ pub fn unmount_lazily(mount_point: &Path) {
     }
 }
 
-/// Runs a program to its end; an error says what it printed.
+/// Runs a program to its end, and returns its output without trailing white space. If the program fails, the error has
+/// its error output.
 pub fn run(program: &str, args: &[&str]) -> anyhow::Result<String> {
     let output = Command::new(program)
         .args(args)
@@ -162,7 +167,7 @@ pub fn run(program: &str, args: &[&str]) -> anyhow::Result<String> {
         .to_owned())
 }
 
-/// Runs a program whose result does not matter.
+/// Runs a program without input and output, and ignores its result.
 fn run_quietly(program: &str, args: &[&str]) {
     let _ = Command::new(program)
         .args(args)

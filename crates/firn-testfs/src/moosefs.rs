@@ -1,5 +1,6 @@
-//! MooseFS with servers of its own: a master and chunk servers in a network namespace, whose directories lie in a work
-//! directory. All run in the foreground of a process each, with nothing in /etc or /var/lib.
+//! Starts a MooseFS for a test: a master server and chunk servers in a network namespace, and a mount of their files.
+//!
+//! Each server is a process in the foreground. Its files are in a work directory, and nothing is in /etc or /var/lib.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,35 +12,38 @@ use anyhow::{Context, bail, ensure};
 use crate::cleanup::{Guard, Leftover, expect};
 use crate::namespace::{Link, Namespace};
 
+/// Longest wait until the file system is mounted and its servers have joined.
 const START_LIMIT: Duration = Duration::from_secs(20);
+/// Advice if a program is missing.
 const PACKAGES: &str = "install moosefs-master, moosefs-chunkserver and moosefs-client";
 /// The number of the master's address; its chunk servers have the next ones.
 const MASTER: u8 = 2;
 /// Where Debian keeps the metadata of an empty file system.
 const EMPTY: &str = "/var/lib/mfs/metadata.mfs.empty";
 
-/// A chunk server.
+/// A chunk server, which stores the bytes of files.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Server<'a> {
-    /// Its label, a letter, by which storage classes name it.
+    /// Letter by which storage classes select the server.
     pub label: Option<char>,
-    /// An empty directory for its chunks; none: one of the work directory.
+    /// Empty directory for its chunks; `None` for a new directory in the work directory.
     pub disk: Option<&'a Path>,
 }
 
-/// A MooseFS that is mounted. It is unmounted, and its servers end, with it.
+/// A mounted MooseFS. When this value is dropped, the file system is unmounted and its servers are ended.
 pub struct MooseFs {
     point: PathBuf,
     master: String,
     master_log: PathBuf,
     addresses: Vec<String>,
     link: Link,
-    /// Undone in this order.
+    /// Remove the mounts, the network and the servers, in this order.
     guards: Vec<Guard>,
 }
 
 impl MooseFs {
-    /// Starts a master and chunk servers, with their data in `work`, and mounts it on `work`/moosefs. Root only.
+    /// Starts a master and the chunk servers `servers`, with their data in `work`. Mounts their file system on
+    /// `work`/moosefs. Fails if this process is not root.
     pub fn start(work: &Path, servers: &[Server<'_>]) -> anyhow::Result<Self> {
         ensure!(
             rustix::process::geteuid().is_root(),
@@ -72,12 +76,12 @@ impl MooseFs {
         })
     }
 
-    /// Where it is mounted.
+    /// Returns the mount point.
     pub fn point(&self) -> &Path {
         &self.point
     }
 
-    /// The addresses of its chunk servers.
+    /// Returns the addresses of the chunk servers.
     pub fn addresses(&self) -> &[String] {
         &self.addresses
     }
@@ -87,14 +91,14 @@ impl MooseFs {
         self.link.limit_to(&self.addresses, bytes_per_s)
     }
 
-    /// New files in a directory get a storage class.
+    /// Sets the storage class of new files in a directory.
     pub fn set_class(&self, name: &str, dir: &Path) -> anyhow::Result<()> {
         let mut command = Command::new("mfssetsclass");
         command.arg(name).arg(dir);
         run_once(&mut command)
     }
 
-    /// Mounts it once more, as for another client, on an empty directory.
+    /// Mounts the file system once more, on the empty directory `point`, as for another client.
     pub fn mount_for(&mut self, point: &Path) -> anyhow::Result<PathBuf> {
         let unmount = expect(Leftover::Mount(point.to_owned()));
         self.guards.insert(0, unmount);
@@ -103,7 +107,7 @@ impl MooseFs {
         Ok(point.to_owned())
     }
 
-    /// Makes a storage class of one copy on the servers with this label, and on no others when those are busy.
+    /// Makes a storage class: one copy of each file, only on servers with this label, even if these are busy.
     pub fn make_class(&self, name: &str, label: char) -> anyhow::Result<()> {
         let mut command = Command::new("mfsscadmin");
         command.arg(&self.point);
@@ -112,6 +116,7 @@ impl MooseFs {
     }
 }
 
+/// Creates a directory in the work directory, and returns its path.
 fn subdir(work: &Path, name: &str) -> anyhow::Result<PathBuf> {
     let path = work.join(name);
     fs::create_dir_all(&path)?;
@@ -123,6 +128,7 @@ fn text(path: &Path) -> &str {
     path.to_str().unwrap_or_default()
 }
 
+/// Starts the master server, which has the names and attributes of an empty file system, and listens at `address`.
 fn start_master(namespace: &Namespace, dir: &Path, address: &str) -> anyhow::Result<()> {
     let metadata = dir.join("metadata.mfs");
     fs::copy(EMPTY, &metadata).with_context(|| format!("{EMPTY} is missing: {PACKAGES}"))?;
@@ -139,6 +145,8 @@ fn start_master(namespace: &Namespace, dir: &Path, address: &str) -> anyhow::Res
     start(namespace, "mfsmaster", dir, &config)
 }
 
+/// Starts a chunk server, which stores bytes of files, at `address`. It connects to the master server at `master`, and
+/// has its configuration in `dir`.
 fn start_chunk_server(
     namespace: &Namespace,
     dir: &Path,
@@ -161,7 +169,8 @@ fn start_chunk_server(
     start(namespace, "mfschunkserver", dir, &config)
 }
 
-/// Starts `program` with its data in `dir`; it ends with the namespace.
+/// Starts the server `program` in the namespace, with its data, configuration and log in `dir`. The server ends with
+/// the namespace.
 fn start(namespace: &Namespace, program: &str, dir: &Path, config: &str) -> anyhow::Result<()> {
     let path = dir.join("server.cfg");
     let own = "WORKING_USER = root\nWORKING_GROUP = root\nLOCK_MEMORY = 0\n";
@@ -178,7 +187,8 @@ fn start(namespace: &Namespace, program: &str, dir: &Path, config: &str) -> anyh
     Ok(())
 }
 
-/// Mounts it, and waits until all chunk servers have joined.
+/// Mounts the file system of a master server on `point`. Waits until `servers` chunk servers have joined and offer
+/// space, at most [`START_LIMIT`].
 fn mount(master: &str, point: &Path, master_log: &Path, servers: usize) -> anyhow::Result<()> {
     let deadline = Instant::now() + START_LIMIT;
     let mut command = Command::new("mfsmount");
@@ -196,6 +206,7 @@ fn mount(master: &str, point: &Path, master_log: &Path, servers: usize) -> anyho
     })
 }
 
+/// Runs a command. If it fails, the error is what the command printed to standard error.
 fn run_once(command: &mut Command) -> anyhow::Result<()> {
     let output = command.stdin(Stdio::null()).output()?;
     ensure!(
@@ -206,6 +217,7 @@ fn run_once(command: &mut Command) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Repeats `attempt` until it succeeds. Fails with its last error after the deadline; `subject` is for the message.
 fn retry_until(
     deadline: Instant,
     subject: &str,

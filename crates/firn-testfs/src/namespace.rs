@@ -1,4 +1,7 @@
-//! A network namespace of this run's own (root only), for servers on other hosts.
+//! Network namespaces of the kernel, in which tests and benchmarks simulate other hosts on one machine. Root only.
+//!
+//! A [`Namespace`] has its own network, and a [`Link`] connects it with the network of this process. A [`Network`] has
+//! several namespaces, joined by a bridge. All devices and namespaces are removed at the end by guards.
 
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -9,12 +12,12 @@ use crate::run;
 /// A network namespace, named after this process.
 pub struct Namespace {
     name: String,
-    /// Of this one among all that run on this machine, or nearly so.
+    /// Number for the names of devices and for addresses. It most likely differs from that of all other namespaces.
     number: u32,
 }
 
 impl Namespace {
-    /// Makes it, with its loopback up. `guards` gets what removes it, with all of its processes.
+    /// Makes a namespace with a loopback device. `guards` gets the guard that removes the namespace and its processes.
     pub fn create(guards: &mut Vec<Guard>) -> anyhow::Result<Self> {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let pid = std::process::id();
@@ -28,8 +31,10 @@ impl Namespace {
         Ok(namespace)
     }
 
-    /// Connects it with this process's namespace. `guards` gets what cuts the link.
+    /// Connects the namespace with that of this process by a pair of virtual devices (veth). `guards` gets the guard
+    /// that removes the pair.
     pub fn connect(&self, guards: &mut Vec<Guard>) -> anyhow::Result<Link> {
+        // A device name has at most 15 characters, and two namespaces should not have the same subnet.
         let here = format!("fb{}", self.number % 1_000_000_000);
         let there = format!("{here}p");
         let (high, low) = (self.number / 256 % 64, self.number % 256);
@@ -49,19 +54,19 @@ impl Namespace {
         Ok(link)
     }
 
-    /// Gives the namespace the address with this number, from 2 on.
+    /// Gives the namespace another address of the link, and returns it. `number` is its last part, from 2 on.
     pub fn add_address(&self, link: &Link, number: u8) -> anyhow::Result<String> {
         let address = link.address(number);
         self.ip(&format!("addr add {address}/24 dev {}", link.there))?;
         Ok(address)
     }
 
-    /// `ip ARGS` inside.
+    /// Runs `ip ARGS` in the namespace.
     pub fn ip(&self, args: &str) -> anyhow::Result<()> {
         ip(&format!("-n {} {args}", self.name))
     }
 
-    /// Starts `program` with the namespace's network and this process's mounts.
+    /// Returns a command that runs `program` with the network of the namespace and the mounts of this process.
     pub fn command(&self, program: &str) -> Command {
         let mut command = Command::new("nsenter");
         command.arg(format!("--net=/run/netns/{}", self.name));
@@ -70,31 +75,34 @@ impl Namespace {
     }
 }
 
-/// What connects a namespace with that of this process, whose address has the number 1.
+/// A pair of virtual devices that connects a namespace with that of this process. The address of this process has the
+/// number 1.
 pub struct Link {
-    /// The device outside.
+    /// Name of the device of this process.
     here: String,
-    /// The device in the namespace.
+    /// Name of the device in the namespace.
     there: String,
-    /// The first three numbers of its addresses.
+    /// The first three numbers of the link's addresses.
     subnet: String,
 }
 
 impl Link {
-    /// Lets no more out of this process's namespace than this rate of tc(8), or all again.
+    /// Limits the rate at which this process can send over the link. `rate` is in the form of tc(8); `None` ends the
+    /// limit.
     pub fn limit(&self, rate: Option<&str>) -> anyhow::Result<()> {
         limit_device(&self.here, rate)
     }
 
-    /// The address with this number.
+    /// Returns the address of the link with this number.
     pub fn address(&self, number: u8) -> String {
         format!("{}.{number}", self.subnet)
     }
 
-    /// Limits the traffic to each of these addresses inside to `bytes_per_s` bytes a second. Call it once.
+    /// Limits what can be sent to each of these addresses in the namespace, in bytes per second. Must be called only
+    /// once.
     pub fn limit_to(&self, addresses: &[String], bytes_per_s: u64) -> anyhow::Result<()> {
         let device = &self.here;
-        // What is for no class is not limited.
+        // Packets that match no class are not limited.
         tc(&format!("qdisc add dev {device} root handle 1: htb"))?;
         for (number, address) in (1..).zip(addresses) {
             let bits = 8 * bytes_per_s;
@@ -109,23 +117,24 @@ impl Link {
     }
 }
 
-/// Hosts with networks of their own, joined by a switch in this process's namespace.
+/// Simulated hosts, each a network namespace, joined by a bridge in the namespace of this process.
 pub struct Network {
     hosts: Vec<NetworkHost>,
 }
 
-/// One of them.
+/// A simulated host of a [`Network`].
 pub struct NetworkHost {
-    /// Its network.
+    /// The namespace in which its programs run.
     pub namespace: Namespace,
     /// Its address.
     pub address: String,
-    /// The switch's end of its link.
+    /// Name of its device at the bridge.
     port: String,
 }
 
 impl Network {
-    /// Makes it, of at most 200 hosts. `guards` gets what removes it.
+    /// Makes a network of at most 200 simulated hosts, which can reach only each other. `guards` gets the guards that
+    /// remove the network.
     pub fn create(hosts: u8, guards: &mut Vec<Guard>) -> anyhow::Result<Self> {
         let mut network = Self { hosts: Vec::new() };
         let (mut switch, mut subnet) = (String::new(), String::new());
@@ -133,7 +142,7 @@ impl Network {
             let namespace = Namespace::create(guards)?;
             if switch.is_empty() {
                 switch = format!("fw{}", namespace.number % 1_000_000_000);
-                // Only these hosts are reached through the switch.
+                // The bridge gets no address, so only these hosts can reach each other through it.
                 subnet = format!("10.63.{}", namespace.number % 256);
                 guards.push(expect(Leftover::Link(switch.clone())));
                 ip(&format!("link add {switch} type bridge"))?;
@@ -144,6 +153,7 @@ impl Network {
         Ok(network)
     }
 
+    /// Connects a namespace with the bridge `switch`, and adds it as the host with this number.
     fn add(
         &mut self,
         namespace: Namespace,
@@ -177,14 +187,14 @@ impl Network {
         &self.hosts
     }
 
-    /// Lets no more reach each host than this rate of tc(8), or all again.
+    /// Limits the rate at which each host can receive. `rate` is in the form of tc(8); `None` ends the limit.
     pub fn limit(&self, rate: Option<&str>) -> anyhow::Result<()> {
         let mut ports = self.hosts.iter().map(|host| &host.port);
         ports.try_for_each(|port| limit_device(port, rate))
     }
 }
 
-/// Lets no more out of a device than this rate of tc(8), or all again.
+/// Limits the rate at which a device sends. `rate` is in the form of tc(8); `None` ends the limit.
 fn limit_device(device: &str, rate: Option<&str>) -> anyhow::Result<()> {
     let line = match rate {
         Some(rate) => format!("qdisc add dev {device} root tbf rate {rate} burst 1mb latency 20ms"),
@@ -193,12 +203,12 @@ fn limit_device(device: &str, rate: Option<&str>) -> anyhow::Result<()> {
     tc(&line)
 }
 
-/// `tc ARGS` in this process's namespace.
+/// Runs `tc ARGS` in the namespace of this process.
 fn tc(args: &str) -> anyhow::Result<()> {
     run("tc", &args.split(' ').collect::<Vec<_>>()).map(drop)
 }
 
-/// `ip ARGS` in this process's namespace.
+/// Runs `ip ARGS` in the namespace of this process.
 fn ip(args: &str) -> anyhow::Result<()> {
     run("ip", &args.split(' ').collect::<Vec<_>>()).map(drop)
 }

@@ -1,11 +1,12 @@
-//! A file server whose power can be cut: the simulated disk, which loses what was not synced.
+//! A FUSE server for tests of power failures: it serves a simulated disk, which then loses what was not synced.
 //!
-//! The kernel passes no syncfs(2) on to it, as to sshfs and the clients of most parallel file systems. After a cut the
-//! disk holds one of the states that a real one may hold: of the data and names that no fsync(2) covered any subset is
-//! gone ([`SimBacking::power_loss`]).
+//! After a power failure the disk has one of the states that a real disk may have. Of the data and names that no
+//! fsync(2) covered, any subset is lost ([`SimBacking::power_loss`]). The kernel sends no syncfs(2) to the server, as
+//! it sends none to sshfs and to the clients of most parallel file systems.
 //!
-//! The server reads commands, a line each, and answers each with a line: `cut SEED` with `ready` once it serves again;
-//! `syncs` with the number of fsync and fsyncdir requests so far.
+//! The server reads commands from standard input, one on each line, and answers each with a line:
+//! * `cut SEED` simulates a power failure. The answer is `ready` when the disk is mounted again.
+//! * `syncs` is answered with the number of fsync and fsyncdir requests so far.
 
 use std::ffi::OsStr;
 use std::io::{self, BufRead};
@@ -20,7 +21,7 @@ use rustix::mount::{UnmountFlags, unmount};
 
 use crate::{Caching, Policy, Server, mount_settings};
 
-/// Counts the requests that make something durable.
+/// Policy that counts the requests that make data or names durable.
 #[derive(Clone, Default)]
 struct CountSyncs(Arc<AtomicU64>);
 
@@ -38,7 +39,8 @@ impl Policy<SimBacking> for CountSyncs {
     }
 }
 
-/// Serves an empty disk at `mount_point` until standard input ends.
+/// Serves an empty simulated disk at `mount_point`, and executes commands from standard input until it ends. Panics at
+/// an unknown command.
 pub fn serve(mount_point: &Path) -> io::Result<()> {
     let disk = SimBacking::new();
     let syncs = CountSyncs::default();

@@ -1,5 +1,5 @@
-//! The types of a backing as the crate `fuser` has them (errnos, attributes, kinds), and those of its requests the other
-//! way round (callers, times).
+//! Converts between the types of a backing (a file system of Firn's trait) and those of the crate `fuser`: errnos,
+//! attributes and kinds to `fuser`, callers and times of requests from it.
 //!
 //! Promises
 //! * The kernel accepts every errno that [`errno`] gives.
@@ -10,17 +10,16 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use firn_backing::{Attr, Caller, Errno, Kind, SetTime, Time};
 use fuser::{FileAttr, FileType, INodeNo, Request, TimeOrNow};
 
-/// Largest errno that the kernel takes from a FUSE server; above it are the kernel's own
-/// (fs/fuse/dev.c refuses them, and the caller would wait for ever).
+/// Largest errno that the kernel accepts from a FUSE server. It refuses larger ones (fs/fuse/dev.c), and the caller
+/// would wait for ever.
 const ERRNO_MAX: i32 = 511;
 
-/// The one map from a backing's errno to a reply. Total: whatever comes in, the kernel accepts what
-/// goes out.
+/// Returns the errno of a reply for an errno of a backing. The kernel accepts every errno that this function returns.
 ///
-/// `ENOSYS` would make the kernel drop the whole operation for the life of the mount, although only
-/// this object's file system lacks it: programs get `EOPNOTSUPP`, from which they fall back too.
+/// After `ENOSYS` the kernel would not send the operation any more for the life of the mount, although only one
+/// object's file system may lack it. Programs get `EOPNOTSUPP` instead, for which they have the same fallbacks.
 ///
-/// `EMFILE` is about firnd's table of descriptors, and a program would take it for its own.
+/// `EMFILE` concerns the descriptors of the server, and the program would believe that it concerns its own.
 pub fn errno(error: Errno) -> fuser::Errno {
     match error.raw_os_error() {
         libc::ENOSYS => fuser::Errno::from_i32(libc::EOPNOTSUPP),
@@ -30,8 +29,8 @@ pub fn errno(error: Errno) -> fuser::Errno {
     }
 }
 
-/// Attributes for the kernel, of the object that it knows by `number`: fuser sends what stat(2) shows as the inode id
-/// too.
+/// Converts attributes for the kernel. `number` is the inode number that stat(2) shows; fuser also sends it as the node
+/// id of the object.
 pub fn file_attr(number: u64, attr: &Attr) -> FileAttr {
     FileAttr {
         ino: INodeNo(number),
@@ -53,7 +52,7 @@ pub fn file_attr(number: u64, attr: &Attr) -> FileAttr {
     }
 }
 
-/// The kernel's word for a kind.
+/// Converts the kind of an object.
 pub fn file_type(kind: Kind) -> FileType {
     match kind {
         Kind::File => FileType::RegularFile,
@@ -66,7 +65,7 @@ pub fn file_type(kind: Kind) -> FileType {
     }
 }
 
-/// The process that a request comes from.
+/// Returns the user, group and process that a request comes from.
 pub fn caller(request: &Request) -> Caller {
     Caller {
         uid: request.uid(),
@@ -75,7 +74,7 @@ pub fn caller(request: &Request) -> Caller {
     }
 }
 
-/// A time to set.
+/// Converts a time of a request to set attributes. `None` leaves the time as it is.
 pub fn set_time(time: Option<TimeOrNow>) -> SetTime {
     match time {
         None => SetTime::Keep,
@@ -84,6 +83,7 @@ pub fn set_time(time: Option<TimeOrNow>) -> SetTime {
     }
 }
 
+/// Converts a time, before 1970 too. A time that [`SystemTime`] cannot represent becomes the epoch.
 fn system_time(time: Time) -> SystemTime {
     let whole = Duration::from_secs(time.sec.unsigned_abs());
     let start = if time.sec < 0 {
@@ -96,8 +96,9 @@ fn system_time(time: Time) -> SystemTime {
         .unwrap_or(UNIX_EPOCH)
 }
 
-/// fuser 0.18 makes `epoch - (|sec| + nsec)` of a request's time before 1970 (src/time.rs), where
-/// `epoch - |sec| + nsec` is meant; undone here, exactly.
+/// Returns the time that a request contains, and corrects an error of fuser for times before 1970.
+///
+/// For such a time fuser 0.18 computes `epoch - (|sec| + nsec)` (src/time.rs), but `epoch - |sec| + nsec` is meant.
 fn from_request(time: SystemTime) -> Time {
     match time.duration_since(UNIX_EPOCH) {
         Ok(after) => Time {

@@ -1,9 +1,13 @@
-//! Serves a backing as a FUSE file system. Each request first asks a policy, then makes one call of the backing.
+//! A FUSE server for tests. It serves a *backing*, an implementation of Firn's trait for file systems, such as a
+//! directory.
 //!
-//! Inode numbers are those of the backing, so they are the same after a restart; the top is 1. An object is held from
-//! its first lookup until the kernel forgets it.
+//! For each request the server first asks a [`Policy`], which may delay or refuse it. Then it makes one call of the
+//! backing.
 //!
-//! Relies on: all objects below the top are on one file system. Inode numbers of two file systems could be equal.
+//! Inode numbers are those of the backing, so they are the same after a restart. Only the root has the number 1, as
+//! FUSE demands. The server keeps an object of the backing from its first lookup until the kernel forgets it.
+//!
+//! Relies on: all objects below the root are on one file system. Inode numbers of two file systems could be equal.
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
@@ -28,17 +32,20 @@ use crate::{Caching, MAX_WRITE_BYTES, Policy, Transfer};
 
 type Result<T> = std::result::Result<T, Errno>;
 
-/// See the module.
+/// A FUSE server with its backing, its policy, and the objects that the kernel knows or has open.
 pub struct Server<B: Backing, P> {
     backing: B,
     policy: P,
     caching: Caching,
-    /// flock(2) is the backing's affair: all mounts of it exclude each other.
+    /// Whether flock(2) locks the file in the backing, so that all mounts of the backing exclude each other.
     has_locks: bool,
-    /// Number of the top in the backing; the kernel calls it 1.
+    /// Inode number of the root in the backing. For the kernel the root has the number 1.
     root: u64,
+    /// The objects that the kernel knows, by their inode number.
     inodes: Mutex<HashMap<u64, Known<B>>>,
+    /// Open files by handle.
     files: Mutex<HashMap<u64, Arc<B::File>>>,
+    /// Open directories by handle.
     dirs: Mutex<HashMap<u64, Arc<B::Dir>>>,
     next_handle: AtomicU64,
 }
@@ -46,12 +53,14 @@ pub struct Server<B: Backing, P> {
 /// An object that the kernel knows.
 struct Known<B: Backing> {
     inode: B::Inode,
-    /// References that the kernel has: one for each entry that was sent.
+    /// Number of references that the kernel has: one for each reply with this entry.
     lookups: u64,
 }
 
 impl<B: Backing, P: Policy<B>> Server<B, P> {
-    /// Serves `backing`. The process must have umask 0, as modes of requests are complete.
+    /// Makes a server for `backing`. Fails if the attributes of the root cannot be read.
+    ///
+    /// The process must have umask 0, because the kernel has applied the umask of the program already.
     pub fn new(backing: B, policy: P, caching: Caching) -> firn_backing::Result<Self> {
         let root = backing.root();
         let number = backing.attr(&root)?.ino;
@@ -72,12 +81,14 @@ impl<B: Backing, P: Policy<B>> Server<B, P> {
         })
     }
 
-    /// Locks of files (flock(2), without waiting) are those of the backing, as several mounts of it need.
+    /// Makes flock(2) lock the files of the backing, so that several mounts of it exclude each other. A lock that would
+    /// have to wait fails.
     pub fn with_locks(mut self) -> Self {
         self.has_locks = true;
         self
     }
 
+    /// Returns the inode number that the kernel uses for an object.
     fn number(&self, attr: &Attr) -> u64 {
         if attr.ino == self.root {
             INodeNo::ROOT.0
@@ -90,6 +101,7 @@ impl<B: Backing, P: Policy<B>> Server<B, P> {
         file_attr(self.number(attr), attr)
     }
 
+    /// Returns how long the kernel may cache names and attributes.
     fn timeout(&self) -> Duration {
         match self.caching {
             Caching::Usual => Duration::from_secs(1),
@@ -104,20 +116,21 @@ impl<B: Backing, P: Policy<B>> Server<B, P> {
         }
     }
 
+    /// Returns the object with this inode number. Fails with ESTALE if the kernel should not know it.
     fn inode(&self, number: INodeNo) -> Result<B::Inode> {
         let inodes = self.inodes.lock();
         let known = inodes.get(&number.0).ok_or(Errno::ESTALE)?;
         Ok(known.inode.clone())
     }
 
-    /// The object of a request that the policy admits.
+    /// Asks the policy about a request, and returns the object of the request. Fails if the policy refuses it.
     fn admitted(&self, operation: &'static str, number: INodeNo) -> Result<B::Inode> {
         let inode = self.inode(number)?;
         self.policy.admit(operation, &inode, None)?;
         Ok(inode)
     }
 
-    /// The same for a request about a name.
+    /// Asks the policy about a request that concerns a name, and returns the directory of the name.
     fn admitted_name(
         &self,
         operation: &'static str,
@@ -129,7 +142,7 @@ impl<B: Backing, P: Policy<B>> Server<B, P> {
         Ok(inode)
     }
 
-    /// Notes an entry that is going to be sent.
+    /// Counts one more reference of the kernel to an object, for a reply with this entry. Returns its attributes.
     fn count_lookup(&self, inode: B::Inode, attr: &Attr) -> FileAttr {
         let attr = self.attr(attr);
         let mut inodes = self.inodes.lock();
@@ -140,6 +153,7 @@ impl<B: Backing, P: Policy<B>> Server<B, P> {
         attr
     }
 
+    /// Counts fewer references of the kernel to an object, and drops the object after the last one. The root stays.
     fn forget_lookups(&self, number: INodeNo, lookups: u64) {
         if number == INodeNo::ROOT {
             return;
@@ -154,6 +168,7 @@ impl<B: Backing, P: Policy<B>> Server<B, P> {
         }
     }
 
+    /// Stores an open file, and returns the new handle by which requests name it.
     fn keep_file(&self, file: B::File) -> FileHandle {
         let handle = self.next_handle.fetch_add(1, Ordering::Relaxed);
         self.files.lock().insert(handle, Arc::new(file));
@@ -170,7 +185,7 @@ impl<B: Backing, P: Policy<B>> Server<B, P> {
         dirs.get(&handle.0).cloned().ok_or(Errno::EBADF)
     }
 
-    /// The open file of a request that the policy admits.
+    /// Asks the policy about a request to an open file, and returns the file. Fails if the policy refuses it.
     fn admitted_file(
         &self,
         operation: &'static str,
@@ -181,6 +196,7 @@ impl<B: Backing, P: Policy<B>> Server<B, P> {
         self.file(handle)
     }
 
+    /// Sets the size of a file, by the open file of the request if it has one.
     fn set_len(&self, inode: &B::Inode, handle: Option<FileHandle>, len: u64) -> Result<()> {
         if let Some(handle) = handle {
             return self
@@ -192,6 +208,7 @@ impl<B: Backing, P: Policy<B>> Server<B, P> {
         self.backing.set_len(&file, len).map_err(errno)
     }
 
+    /// Replies with an entry, of which the kernel then has one more reference, or with an error.
     fn reply_entry(&self, reply: ReplyEntry, made: Result<(B::Inode, Attr)>) {
         match made {
             Ok((inode, attr)) => {
@@ -272,6 +289,9 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
         self.reply_attr(reply, found);
     }
 
+    /// Sets the attributes that the request gives, in the order size, owner, mode, times. Replies with all attributes.
+    ///
+    /// The mode comes after the owner, because a change of the owner clears the set-id bits.
     fn setattr(
         &self,
         _: &Request,
@@ -322,6 +342,7 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
         }
     }
 
+    /// Makes a regular file, FIFO, socket or device, as mknod(2) does, and replies with its entry.
     fn mknod(
         &self,
         request: &Request,
@@ -344,6 +365,7 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
         self.reply_entry(reply, made);
     }
 
+    /// Makes a directory, and replies with its entry.
     fn mkdir(
         &self,
         request: &Request,
@@ -363,6 +385,7 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
         self.reply_entry(reply, made);
     }
 
+    /// Makes a symbolic link to `target`, and replies with its entry.
     fn symlink(
         &self,
         request: &Request,
@@ -407,6 +430,7 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
         reply_empty(reply, done);
     }
 
+    /// Renames an object, with the flags of renameat2(2).
     fn rename(
         &self,
         _: &Request,
@@ -429,6 +453,7 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
         reply_empty(reply, done);
     }
 
+    /// Makes a regular file and opens it. Replies with its entry and the handle of the open file.
     fn create(
         &self,
         request: &Request,
@@ -467,6 +492,7 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
         }
     }
 
+    /// Replies with bytes of an open file, after the time that the policy takes for their transfer.
     fn read(
         &self,
         _: &Request,
@@ -496,6 +522,8 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
         }
     }
 
+    /// Stores bytes in an open file, after the time that the policy takes for their transfer. Replies with their
+    /// number.
     fn write(
         &self,
         _: &Request,
@@ -523,6 +551,7 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
         reply_empty(reply, self.admitted("flush", number).map(drop));
     }
 
+    /// Makes the bytes of an open file durable, and with `data_only` not all of its attributes.
     fn fsync(
         &self,
         _: &Request,
@@ -556,6 +585,8 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
         reply_empty(reply, admitted);
     }
 
+    /// Locks a whole file, as flock(2) does. Fails with EAGAIN if another lock prevents that. A lock that should wait
+    /// is not supported.
     fn setlk(
         &self,
         _: &Request,
@@ -569,7 +600,8 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
         waits: bool,
         reply: ReplyEmpty,
     ) {
-        // Only flock(2) comes here: the kernel keeps locks of ranges itself. A lock ends with its handle.
+        // The kernel itself manages locks of ranges, so this request always comes from flock(2). The close of the file
+        // ends the lock.
         let locked = self
             .admitted_file("setlk", number, handle)
             .and_then(|file| {
@@ -601,6 +633,7 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
         }
     }
 
+    /// Replies with the names in a directory after the position `offset`, as many as fit.
     fn readdir(
         &self,
         _: &Request,
@@ -626,6 +659,8 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
         }
     }
 
+    /// Replies with names like `readdir`, and with the attributes of each object. The kernel then has a reference to
+    /// each of them.
     fn readdirplus(
         &self,
         _: &Request,
@@ -694,6 +729,7 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
         reply_empty(reply, synced);
     }
 
+    /// Replies with the free and used space of the file system.
     fn statfs(&self, _: &Request, number: INodeNo, reply: ReplyStatfs) {
         let found = self
             .admitted("statfs", number)
@@ -713,6 +749,7 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
         }
     }
 
+    /// Sets an extended attribute, with the flags of setxattr(2).
     fn setxattr(
         &self,
         _: &Request,
@@ -752,6 +789,7 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
         reply_empty(reply, removed);
     }
 
+    /// Reserves, zeroes or frees a range of an open file, as fallocate(2) does.
     fn fallocate(
         &self,
         _: &Request,
@@ -772,6 +810,7 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
         reply_empty(reply, done);
     }
 
+    /// Replies with the offset of the next data or hole. The kernel itself serves all other kinds of lseek(2).
     fn lseek(
         &self,
         _: &Request,
@@ -795,6 +834,7 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
         }
     }
 
+    /// Copies a range between two open files within the backing, and replies with the number of bytes.
     fn copy_file_range(
         &self,
         _: &Request,

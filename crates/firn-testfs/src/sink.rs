@@ -1,9 +1,11 @@
-//! The least that a FUSE server written with the same crate can do.
+//! A FUSE server that accepts writes and discards their bytes: the fastest server that the crate `fuser` allows. It is
+//! a baseline for Firn.
 //!
-//! It copies each write into a warm pool of 4 MiB chunks on huge pages and forgets it. Its mount has the
-//! settings of Firn's data path: direct_io, parallel direct writes, 1 MiB requests, a thread per core.
+//! The server copies each write into a pool of memory, as Firn does: chunks of 4 MiB on huge pages, touched in advance.
+//! Nothing reads the pool. The mount has the settings of Firn's data path: direct_io, parallel direct writes, requests
+//! of 1 MiB, and one thread for each core.
 //!
-//! Relies on: one flat directory, files written and not read.
+//! Relies on: one flat directory, with files that are written and not read.
 
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
@@ -20,12 +22,14 @@ use fuser::{
 use parking_lot::Mutex;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
 
+/// How long the kernel may cache names and attributes.
 const TTL: Duration = Duration::from_secs(1);
-/// CRFS's and Firn's default chunk.
+/// Size of a chunk, the default of CRFS and of Firn.
 const CHUNK_BYTES: usize = 4 << 20;
+/// Size of a huge page on x86-64.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
-/// See the module.
+/// The server, and the files that it pretends to have.
 pub struct Sink {
     pool: Pool,
     names: Mutex<HashMap<OsString, u64>>,
@@ -33,23 +37,26 @@ pub struct Sink {
     next_inode: AtomicU64,
 }
 
+/// A file, of which only the size is remembered.
 struct SinkFile {
     size: AtomicU64,
-    /// Chunk that it fills and how far.
+    /// Index of the chunk to which the next write is copied, and the offset in that chunk.
     place: Mutex<(usize, usize)>,
 }
 
+/// Memory into which writes are copied. All files share its chunks, and chunks are used again and again.
 struct Pool {
     chunks: Vec<Mutex<&'static mut [u8]>>,
     next: AtomicUsize,
 }
 
 impl Pool {
+    /// Maps and touches a pool of `bytes` bytes, but at least 16 chunks, so that no write meets a page fault.
     fn new(bytes: u64) -> io::Result<Self> {
         let count = (bytes as usize / CHUNK_BYTES).max(16);
         let len = count * CHUNK_BYTES + HUGE_PAGE_BYTES;
-        // SAFETY: a new private mapping at an address the kernel chooses. It is never unmapped, so it
-        // may be lent out as 'static.
+        // SAFETY: this is a new private mapping at an address that the kernel chooses. It is never unmapped, so
+        // references to it may be 'static.
         let memory = unsafe {
             let flags = MapFlags::PRIVATE;
             let start = mmap_anonymous(
@@ -72,10 +79,13 @@ impl Pool {
         })
     }
 
+    /// Returns the index of the next chunk. After the last chunk comes the first one again.
     fn take(&self) -> usize {
         self.next.fetch_add(1, Ordering::Relaxed) % self.chunks.len()
     }
 
+    /// Copies the bytes of a write to `place` (the chunk and the offset of a file) and further chunks, and moves
+    /// `place`.
     fn append(&self, place: &mut (usize, usize), mut data: &[u8]) {
         while !data.is_empty() {
             if place.1 == CHUNK_BYTES {
@@ -90,7 +100,7 @@ impl Pool {
 }
 
 impl Sink {
-    /// A sink with a pool of `pool_bytes`, at least 64 MiB.
+    /// Makes a server with a pool of `pool_bytes`, but at least 64 MiB.
     pub fn new(pool_bytes: u64) -> io::Result<Self> {
         Ok(Self {
             pool: Pool::new(pool_bytes)?,
@@ -100,6 +110,7 @@ impl Sink {
         })
     }
 
+    /// Returns the attributes of the directory or of a file; `None` if there is no such file.
     fn attr_of(&self, inode: u64) -> Option<FileAttr> {
         if inode == INodeNo::ROOT.0 {
             return Some(attr(inode, 0, FileType::Directory));
@@ -140,6 +151,7 @@ impl Filesystem for Sink {
         }
     }
 
+    /// Makes an empty file, and gives it the next chunk of the pool. A file that had the name before loses it.
     fn create(
         &self,
         _: &Request,
@@ -163,6 +175,7 @@ impl Filesystem for Sink {
         reply.created(&TTL, &attr, Generation(0), FileHandle(inode), flags);
     }
 
+    /// Copies the bytes into the pool, where nothing reads them, and remembers only the size of the file.
     fn write(
         &self,
         _: &Request,
@@ -199,6 +212,7 @@ impl Filesystem for Sink {
     }
 }
 
+/// Returns attributes as stat(2) shows them. Only size and kind differ between objects.
 fn attr(inode: u64, size: u64, kind: FileType) -> FileAttr {
     let perm = if kind == FileType::Directory {
         0o755

@@ -1,7 +1,7 @@
 //! A model of a network file system: each request costs a round trip, and all data shares one link.
 //!
-//! It is for demonstrations and for tests that need a slow backing without a network and without root. No figure that
-//! was taken with it is one of a server.
+//! It is for demonstrations and for tests that need a slow backing without a network and without root. Figures that are
+//! measured with it say nothing about a real server.
 //!
 //! | assumption | [`Speed::NFS`] | source |
 //! |---|---|---|
@@ -24,35 +24,35 @@ use parking_lot::Mutex;
 
 use crate::{Caching, Policy, Server, Transfer, mount_settings};
 
-/// Requests that are served at a time: more than the writers of a demonstration and the I/O threads of firnd together.
+/// Threads of the server: more than the writers of a demonstration and the I/O threads of firnd together.
 const THREAD_COUNT: usize = 32;
 
 /// How slow the file system is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Speed {
-    /// Until a request is answered.
+    /// Time until a request is answered.
     pub round_trip: Duration,
-    /// Bytes of all requests together.
+    /// Rate of the link, which the data of all requests share.
     pub bytes_per_s: u64,
 }
 
 impl Speed {
-    /// See the module.
+    /// The speed of an NFS service (table at the head of this file).
     pub const NFS: Self = Self {
         round_trip: Duration::from_micros(1600),
         bytes_per_s: 500 << 20,
     };
 }
 
-/// Lets requests take the time that a [`Speed`] says.
+/// Policy that delays each request as a network of this [`Speed`] would.
 pub struct Network {
     speed: Speed,
-    /// When the link has carried all that was given to it.
+    /// Time at which the link will have transferred all bytes that it has accepted.
     link_free_at: Mutex<Instant>,
 }
 
 impl Network {
-    /// Nothing is under way.
+    /// Returns a network with an idle link.
     pub fn new(speed: Speed) -> Self {
         Self {
             speed,
@@ -60,7 +60,7 @@ impl Network {
         }
     }
 
-    /// When the link has carried `len` bytes that are given to it at `now`.
+    /// Reserves the link for `len` bytes, behind all earlier transfers. Returns when they will be transferred.
     fn reserve_link(&self, len: u64, now: Instant) -> Instant {
         let time = Duration::from_secs_f64(len as f64 / self.speed.bytes_per_s as f64);
         let mut free_at = self.link_free_at.lock();
@@ -75,6 +75,7 @@ impl<B: Backing> Policy<B> for Network {
         Ok(())
     }
 
+    /// Waits until the shared link has transferred the bytes. A sync or a close transfers none.
     fn transfer(&self, _: u64, transfer: Transfer) {
         let (Transfer::Read(range) | Transfer::Write(range)) = transfer else {
             return;
@@ -85,7 +86,7 @@ impl<B: Backing> Policy<B> for Network {
     }
 }
 
-/// Serves `source` at `mount_point` until that is unmounted.
+/// Serves the directory `source` at `mount_point`, with this speed, until it is unmounted.
 pub fn serve(source: &Path, mount_point: &Path, speed: Speed) -> io::Result<()> {
     rustix::process::umask(rustix::fs::Mode::empty());
     let backing = DirBacking::open(source)?;

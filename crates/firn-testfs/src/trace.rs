@@ -1,4 +1,5 @@
-//! A passthrough that notes which files are written when, and can hold the writes of one back.
+//! A FUSE server for tests that passes requests to a directory, and records when the writes of each file begin and end.
+//! A test can also delay the writes of one file.
 
 use std::ffi::OsStr;
 use std::io;
@@ -12,13 +13,14 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::{Caching, Policy, Server, Transfer, mount_settings};
 
-/// Writes that may be under way, or held back, at a time.
+/// Threads of the server: the maximum number of writes that are in progress, or delayed, at a time.
 const THREADS: usize = 32;
 
-/// What was written, and what is held back. Its clones are the same.
+/// The recorded writes, and the file with delayed writes. All clones share them.
 #[derive(Clone)]
 pub struct Trace(Arc<Shared>);
 
+/// The state that all clones of a trace share.
 struct Shared {
     /// How long each write takes.
     write_time: Duration,
@@ -26,12 +28,13 @@ struct Shared {
     changed: Condvar,
 }
 
+/// The recorded writes, and those that are delayed.
 #[derive(Default)]
 struct TraceState {
     events: Vec<Event>,
-    /// Inode number of the file whose writes wait.
+    /// Inode number of the file with delayed writes.
     held_file: Option<u64>,
-    /// How many do.
+    /// Number of writes that are delayed now.
     held_count: usize,
 }
 
@@ -45,7 +48,7 @@ pub struct Event {
 }
 
 impl Trace {
-    /// Of a server whose writes take `write_time` each.
+    /// Returns an empty trace for a server on which each write takes `write_time`.
     pub fn new(write_time: Duration) -> Self {
         Self(Arc::new(Shared {
             write_time,
@@ -61,25 +64,25 @@ impl Trace {
         fuser::spawn_mount(server, mount_point, &settings)
     }
 
-    /// Begins and ends of writes so far, in their order.
+    /// Returns the begins and ends of all writes so far, in the order in which they happened.
     pub fn events(&self) -> Vec<Event> {
         self.0.state.lock().events.clone()
     }
 
-    /// From now on writes to this file wait, until what this gives is dropped.
+    /// Delays all writes to this file until the returned value is dropped.
     #[must_use]
     pub fn hold(&self, file: u64) -> HeldBack {
         self.0.state.lock().held_file = Some(file);
         HeldBack(self.clone())
     }
 
-    /// Writes that wait.
+    /// Returns the number of writes that are delayed now.
     pub fn held_count(&self) -> usize {
         self.0.state.lock().held_count
     }
 }
 
-/// Writes that wait.
+/// The delay of the writes to one file, which ends when this value is dropped.
 pub struct HeldBack(Trace);
 
 impl Drop for HeldBack {
@@ -95,6 +98,8 @@ impl<B: Backing> Policy<B> for Trace {
         Ok(())
     }
 
+    /// Records the begin of a write to `file`, delays the write if the test wants that, and records its end. Other
+    /// transfers are not recorded.
     fn transfer(&self, file: u64, transfer: Transfer) {
         if !matches!(transfer, Transfer::Write(_)) {
             return;

@@ -79,7 +79,8 @@ impl Collector for FigureCollector {
     }
 }
 
-/// Writes one figure in the Prometheus text format: its name and help, and then all of its samples.
+/// Writes one figure in the Prometheus text format: its name and help, and then all of its samples. Whole numbers are
+/// written without a decimal point.
 fn encode_figure(figure: &Figure, encoder: &mut DescriptorEncoder) -> fmt::Result {
     let kind = match figure.kind {
         Kind::Counter => MetricType::Counter,

@@ -1,16 +1,19 @@
-//! Every fuzz target in turn, each for a while.
+//! Campaign: fuzzes each parser of stored or received bytes for some time.
 //!
-//! Without a sanitizer: that works with the stable compiler, and the parsers are safe Rust, so what a
-//! fuzzer can find are panics, overflows and broken invariants, all of which are assertions here.
+//! The fuzzer runs without a sanitizer, because sanitizers are not stable in rustc. The parsers are safe Rust, so it
+//! can find panics, overflows and broken invariants, and assertions report all of these.
 
 use anyhow::{Context, bail, ensure};
 
 use super::{cargo, cargo_command, root, target_dir};
 
-/// Builds all targets and runs each of `wanted` for `seconds`; all where `wanted` is empty. Inputs worth keeping go to
-/// fuzz/corpus and serve the next run; inputs that failed go to fuzz/artifacts.
+/// Builds all fuzz targets, and runs the `wanted` ones for `seconds` each, or all if `wanted` is empty. The first
+/// failure ends the campaign.
+///
+/// Useful inputs are stored in fuzz/corpus, from which the next run begins. An input that fails is stored in
+/// fuzz/artifacts.
 pub fn run(seconds: u64, wanted: &[String], seed: Option<u64>) -> anyhow::Result<()> {
-    // libFuzzer takes 0 for no limit, and would never come to the second target.
+    // For libFuzzer 0 means no limit, so the second target would never run.
     ensure!(seconds > 0, "--seconds must be at least 1");
     let mut targets = targets()?;
     if !wanted.is_empty() {
@@ -26,7 +29,7 @@ pub fn run(seconds: u64, wanted: &[String], seed: Option<u64>) -> anyhow::Result
     let target_dir = target_dir
         .to_str()
         .context("the target directory is not UTF-8")?;
-    // The arena target's file; libFuzzer leaves by abort when it found something.
+    // For the file of the target `arena`. libFuzzer ends by abort after a finding, so the target cannot remove it.
     let temporary = tempfile::tempdir().context("make a temporary directory")?;
     let fuzz = |verb| {
         let mut command = cargo_command(&[
@@ -47,7 +50,7 @@ pub fn run(seconds: u64, wanted: &[String], seed: Option<u64>) -> anyhow::Result
     for target in targets {
         eprintln!("xtask: fuzz {target} for {seconds} s");
         let mut run = fuzz("run");
-        // An input that takes half a minute is a hang; libFuzzer itself waits twenty.
+        // An input that takes 30 seconds counts as a hang. The default of libFuzzer is 20 minutes.
         run.args([
             &target,
             "--",

@@ -1,4 +1,5 @@
-//! The packages of `make dist` in a root that has next to nothing, and in an image over it.
+//! Campaign: installs, uses and removes the packages of `make dist` in a minimal Debian system, and in a container
+//! image that is made from it.
 
 use std::fs;
 use std::path::Path;
@@ -8,19 +9,19 @@ use anyhow::Context;
 
 use super::{cargo, cargo_command, require_test, root, target_dir};
 
-/// Release whose packages make the root; debootstrap takes them from the machine's mirror.
+/// Release of Debian that is installed. debootstrap takes its packages from the mirror of this machine.
 const RELEASE: &str = "bookworm";
-/// What the tests use there beside the base system: a mount without root, a program with libfirn, rpm, a wheel in a
-/// virtual environment.
+/// Packages that the tests need beside the base system: to mount without root, to compile a program with libfirn, and
+/// to install an rpm package and a Python wheel.
 const INCLUDED: &str = "fuse3,gcc,libc6-dev,pkg-config,python3-venv,rpm";
-/// Name of the root, which changes with what is in it.
+/// Directory of the installed system. It gets another name when [`INCLUDED`] changes, so that a new system is made.
 const ROOT: &str = "bookworm-python";
 
-/// Makes the packages, then runs the tests of packages with them.
+/// Builds the packages and the Debian system, and then runs the system tests of packages and containers.
 pub fn run() -> anyhow::Result<()> {
     let packages = target_dir().join("dist");
     if packages.exists() {
-        // Those of another version would be tested too.
+        // Packages of an earlier version would be tested too.
         fs::remove_dir_all(&packages).context("remove the packages made before")?;
     }
     cargo(Command::new("make").arg("dist").current_dir(root()))?;
@@ -45,7 +46,7 @@ pub fn run() -> anyhow::Result<()> {
     cargo(&mut test)
 }
 
-/// Makes the root `to`, whole or not at all.
+/// Installs the Debian system in the directory `to`. If that fails, `to` does not exist.
 fn debootstrap(to: &Path) -> anyhow::Result<()> {
     let half = to.with_extension("half");
     if half.exists() {
@@ -54,7 +55,7 @@ fn debootstrap(to: &Path) -> anyhow::Result<()> {
     let mut command = Command::new("debootstrap");
     command.args(["--variant=minbase", "--include", INCLUDED, RELEASE]);
     cargo(command.arg(&half)).context("debootstrap (package debootstrap) makes the root")?;
-    // fusermount3 asks for it; on a system that boots, systemd makes it.
+    // fusermount3 needs this link. On a system that boots, systemd creates it.
     std::os::unix::fs::symlink("../proc/self/mounts", half.join("etc/mtab"))
         .context("link mtab")?;
     fs::rename(&half, to).context("name the root")

@@ -1,7 +1,8 @@
-//! The Python package with the real frameworks: the oldest and the newest releases that it is tested with, and its bench.
+//! Campaign: tests and measures Firn's Python package with the real frameworks, such as PyTorch.
 //!
-//! `python/tests/frameworks` has the lists of releases. Each goes into a virtual environment below `target/tools`, by uv of PyPI.
-//! 5 GB of disk are needed.
+//! There are two sets of frameworks: the oldest and the newest releases with which the package is tested.
+//! `python/tests/frameworks` has their lists. Each set is installed in a virtual environment below `target/tools`, by
+//! uv from PyPI. This needs 5 GB of disk space.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,9 +12,9 @@ use anyhow::{Context, bail};
 
 use super::{build_release, cargo, root, target_dir};
 
-/// What installs the releases.
+/// The installer of Python packages, with its version.
 const UV: &str = "uv==0.13.9";
-/// The lists, the one first whose stubs are compared.
+/// The sets of frameworks, by the names of their lists. The first one is also compared with the stubs, and measured.
 const SETS: [&str; 2] = ["newest", "oldest"];
 
 /// How long a campaign is.
@@ -24,7 +25,7 @@ pub struct Length {
     pub saves: u32,
 }
 
-/// Runs the tests with both sets, then the bench with the newest.
+/// Runs the tests with both sets of frameworks, and then the benchmark with the newest set.
 pub fn run(length: &Length) -> anyhow::Result<()> {
     build_release(&["firn", "firn-preload", "firn-c"])?;
     let tools = target_dir().join("tools/python-adapters");
@@ -34,7 +35,7 @@ pub fn run(length: &Length) -> anyhow::Result<()> {
         let mut tests = test_command(&python, length.rounds);
         if set == SETS[0] {
             compare_stubs(&python)?;
-            // Not all of them had a release when the others had their oldest.
+            // Only this set has all frameworks: some had no release yet at the time of the oldest set.
             tests.env("ALL_FRAMEWORKS", "1");
         }
         run_with_arenas(&mut tests)?;
@@ -45,14 +46,17 @@ pub fn run(length: &Length) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Returns the directory with the lists of frameworks.
 fn frameworks() -> PathBuf {
     root().join("python/tests/frameworks")
 }
 
+/// Returns the path of the Python in the virtual environment of a set.
 fn python_of(tools: &Path, set: &str) -> PathBuf {
     tools.join(set).join("bin/python")
 }
 
+/// Installs uv below `tools`, unless it is there, and returns its path.
 fn install_uv(tools: &Path) -> anyhow::Result<PathBuf> {
     let to = tools.join("uv");
     let uv = to.join("bin/uv");
@@ -67,7 +71,9 @@ fn install_uv(tools: &Path) -> anyhow::Result<PathBuf> {
     Ok(uv)
 }
 
-/// Makes the environment of a set, whole or not at all; gives its Python.
+/// Installs a set of frameworks in a virtual environment, and returns the path of its Python.
+///
+/// A copy of the list is written last. If it equals the list, the set is complete, and nothing is done.
 fn install_set(uv: &Path, tools: &Path, set: &str) -> anyhow::Result<PathBuf> {
     let list = frameworks().join(set).with_extension("txt");
     let wanted = fs::read(&list).context("read the list of releases")?;
@@ -95,6 +101,7 @@ fn install_set(uv: &Path, tools: &Path, set: &str) -> anyhow::Result<PathBuf> {
     Ok(python)
 }
 
+/// Returns the directory in which a virtual environment has its packages.
 fn site_packages(python: &Path) -> anyhow::Result<PathBuf> {
     let lib = python.with_file_name("../lib");
     for entry in fs::read_dir(&lib).with_context(|| format!("list {}", lib.display()))? {
@@ -106,13 +113,15 @@ fn site_packages(python: &Path) -> anyhow::Result<PathBuf> {
     bail!("{} has no site-packages", lib.display())
 }
 
-/// The adapters are checked against stubs where no framework is: those are what the newest frameworks have.
+/// Checks that the stubs of the frameworks equal the newest releases. Type checks without the frameworks use these
+/// stubs.
 fn compare_stubs(python: &Path) -> anyhow::Result<()> {
     let mut stubs = Command::new(python);
     stubs.arg(root().join("python/tests/make_stubs.py"));
     cargo(stubs.arg("--check").arg(site_packages(python)?))
 }
 
+/// Returns the command that runs the tests of the package. `rounds` is the number of kills.
 fn test_command(python: &Path, rounds: u64) -> Command {
     let mut pytest = command(python);
     pytest
@@ -125,6 +134,7 @@ fn test_command(python: &Path, rounds: u64) -> Command {
     pytest
 }
 
+/// Runs the benchmarks of saves and loads, with `rounds` measurements of each kind.
 fn measure(python: &Path, rounds: u32) -> anyhow::Result<()> {
     for words in [&["bench/saves.py", "--preload"][..], &["bench/loads.py"]] {
         let mut bench = command(python);
@@ -135,7 +145,7 @@ fn measure(python: &Path, rounds: u32) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A Python program in the package's directory, which finds the release build.
+/// Returns a command that runs a Python program in the directory of the package, with the release build of Firn.
 fn command(python: &Path) -> Command {
     let built = target_dir().join("release");
     let mut command = Command::new(python);
@@ -149,13 +159,13 @@ fn command(python: &Path) -> Command {
     command
 }
 
-/// Runs a program whose arenas are in a directory of its own.
+/// Runs a program with a separate runtime directory, so that no arena (memory file of a mount) is left afterwards.
 fn run_with_arenas(command: &mut Command) -> anyhow::Result<()> {
     let runtime = Runtime::new()?;
     cargo(command.env("FIRN_RUNTIME_DIR", &runtime.0))
 }
 
-/// Where the arenas of a program are; gone with it.
+/// A runtime directory of Firn, which is removed when this value is dropped.
 struct Runtime(PathBuf);
 
 impl Runtime {

@@ -1,5 +1,8 @@
-//! Unmodified programs under commit rules. The trainers are installed first, below `target`, and the simulations from the distribution:
-//! both are too large for CI.
+//! Campaign: unmodified training and simulation programs on a mount with commit rules, which say when a checkpoint is
+//! complete.
+//!
+//! The programs are too large for CI, so this campaign installs them first: the trainers below `target` by pip, and the
+//! simulations from the packages of Debian.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -8,7 +11,7 @@ use anyhow::ensure;
 
 use super::{cargo, system_with, target_dir};
 
-/// What the trainers are made of. The versions are those of the day: it is they that users install.
+/// Python packages of the trainers. Their newest versions are installed, as users install them.
 const PACKAGES: [&str; 5] = [
     "ckpt-chaos",
     "torch",
@@ -16,10 +19,10 @@ const PACKAGES: [&str; 5] = [
     "accelerate",
     "lightning",
 ];
-/// Compilers for GPUs and headers, which no trainer on a CPU loads.
+/// Parts of these packages that no trainer on a CPU loads, such as compilers for GPUs. They are removed to save space.
 const UNUSED: [&str; 3] = ["triton", "torch/include", "torch/test"];
 
-/// Debian's packages of the simulations.
+/// Packages of Debian with the simulation programs.
 const SIMULATIONS: [&str; 4] = [
     "gromacs",
     "openfoam",
@@ -27,7 +30,8 @@ const SIMULATIONS: [&str; 4] = [
     "quantum-espresso-data",
 ];
 
-/// Installs the trainers and the simulations where they are not yet, and runs the tests of programs with them.
+/// Installs the programs that are missing, and runs the system tests that use them. `kills` is how often each program
+/// is killed.
 pub(super) fn run(kills: u64, seed: Option<u64>) -> anyhow::Result<()> {
     let python = install_trainers()?;
     let mut install = Command::new("apt-get");
@@ -40,6 +44,8 @@ pub(super) fn run(kills: u64, seed: Option<u64>) -> anyhow::Result<()> {
     system_with("transactions", "rules_programs", &variables, seed)
 }
 
+/// Installs the trainers into a virtual environment below `target`, and returns its Python. Does nothing if that Python
+/// can import all of them.
 fn install_trainers() -> anyhow::Result<PathBuf> {
     let venv = target_dir().join("tools/rules-venv");
     let python = venv.join("bin/python");

@@ -1,8 +1,8 @@
-//! ThreadSanitizer over the tests of the crates whose threads share memory.
+//! Campaign: runs the tests of crates with threads that share memory under ThreadSanitizer, which finds data races.
 //!
-//! The sanitizer is not yet stable in rustc; `RUSTC_BOOTSTRAP` lets the stable compiler use it, so no
-//! second toolchain is needed. The standard library stays as it was compiled: what that leads to is
-//! in `xtask/tsan.supp`. Symbols in reports, and so the suppressions, need llvm-symbolizer.
+//! ThreadSanitizer is not stable in rustc yet. `RUSTC_BOOTSTRAP` lets the stable compiler use it, so no second
+//! toolchain is needed. The standard library is not instrumented, which causes false reports; `xtask/tsan.supp`
+//! suppresses them. llvm-symbolizer must be installed, because the suppressions name functions.
 
 use std::process::Command;
 
@@ -10,19 +10,19 @@ use anyhow::{Context, ensure};
 
 use super::{cargo, cargo_command, root, target_dir};
 
-/// What is run of crates with threads over the arena. Of the engine, clients that publish while it takes in: the
-/// rest of its tests have one thread.
+/// Arguments of cargo for each run. Of the engine only the tests in which clients write at the same time are run,
+/// because its other tests have one thread.
 const RUNS: [&[&str]; 2] = [
     &["--tests", "-p", "firn-arena", "-p", "firn-drain"],
     &["--test", "all", "-p", "firn-engine", "under_threads"],
 ];
 
-/// System calls go through libc, where the sanitizer sees which memory they touch, and that an address
-/// of a mapping that ended is another's now.
+/// Flags of the compiler. With the last one, rustix makes system calls through libc. There the sanitizer sees which
+/// memory a call uses, and that an address was unmapped.
 const FLAGS: &str =
     "-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer --cfg=rustix_use_libc";
 
-/// Builds and runs the tests `rounds` times.
+/// Builds the tests with the sanitizer, and runs them `rounds` times. The first report of a race ends the campaign.
 pub fn run(rounds: u64) -> anyhow::Result<()> {
     ensure!(rounds > 0, "--rounds must be at least 1");
     let host = host()?;
@@ -45,7 +45,7 @@ pub fn run(rounds: u64) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The machine that rustc builds for unless told.
+/// Returns the target for which rustc compiles by default.
 fn host() -> anyhow::Result<String> {
     let said = Command::new("rustc")
         .arg("-vV")

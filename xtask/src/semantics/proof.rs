@@ -1,23 +1,25 @@
-//! `Proves S-write-1.` in the documentation of a test.
+//! Finds the words `Proves S-write-1.` in doc comments of Rust sources. They say which promise of docs/SEMANTICS.md a
+//! test proves.
 
-/// What a quotation stands on.
+/// A doc comment with `Proves`, and the item that it documents.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Proof {
-    /// A test, or an entry of a macro that makes tests.
+    /// The item is a test, or an entry of a macro that makes tests.
     Test {
-        /// The promises.
+        /// Numbers of the promises.
         numbers: Vec<String>,
-        /// The test's name.
+        /// Name of the test.
         test: String,
     },
-    /// Something else.
+    /// The item is no test.
     NoTest {
-        /// Where the something begins, from 1.
+        /// First line of the item, counted from 1.
         line: usize,
     },
 }
 
-/// All quotations of a Rust source. One may go over several lines and ends at its full stop.
+/// Returns all doc comments with `Proves` in a Rust source. The list of numbers after the word ends at a full stop, and
+/// may go over several lines.
 pub fn proofs(source: &str) -> Vec<Proof> {
     let mut found = Vec::new();
     let mut comment = String::new();
@@ -44,6 +46,7 @@ pub fn proofs(source: &str) -> Vec<Proof> {
     found
 }
 
+/// Returns the numbers after each `Proves` in a comment.
 fn proven(comment: &str) -> Vec<String> {
     let sentences = comment
         .split("Proves ")
@@ -52,7 +55,8 @@ fn proven(comment: &str) -> Vec<String> {
     sentences.flat_map(numbers).collect()
 }
 
-/// `fn NAME(` of a test, or `NAME: function(…);` in a macro.
+/// Returns the name of the test that begins on a line: `fn NAME(` after `#[test]`, or `NAME: function(…);` in a macro.
+/// Returns `None` if the line begins no test.
 fn name(line: &str, is_test: bool) -> Option<&str> {
     let name = match line.strip_prefix("fn ") {
         Some(rest) => rest.split('(').next().filter(|_| is_test),
@@ -64,7 +68,7 @@ fn name(line: &str, is_test: bool) -> Option<&str> {
     name.filter(|name| name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_'))
 }
 
-/// Numbers of promises in a text: `S-`, letters, `-`, digits.
+/// Returns the numbers of promises in a text. A number is `S-`, lower-case letters, `-` and digits.
 pub fn numbers(text: &str) -> impl Iterator<Item = String> + '_ {
     text.match_indices("S-").filter_map(|(at, _)| {
         let before = text[..at].chars().next_back();

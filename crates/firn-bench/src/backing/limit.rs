@@ -1,7 +1,7 @@
 //! Limits the writes per second to one block device, by means of the control groups of the kernel.
 //!
-//! * With cgroup version 2, this process moves into a group with a limit in `io.max`. The limit applies to all processes
-//!   that it starts.
+//! * With cgroup version 2, this process moves into a group with a limit in `io.max`. The limit applies to all
+//!   processes that it starts.
 //! * With cgroup version 1 (blkio), the limit is set for the root group and for the group of this process. In version 1
 //!   the root group can have a limit, and it contains the kernel threads that write back. The limit names only the
 //!   device of the benchmark, so it slows down nothing else on the machine.
@@ -58,7 +58,7 @@ fn limit_by_v2(device: &str, writes: u64) -> anyhow::Result<Limited> {
     // the group comes first.
     let removed = expect(Leftover::Cgroup(group.clone()));
     let guards = vec![expect(back), removed];
-    // This fails where the controller is already on, as on most systems.
+    // The error is ignored: on most systems the controller is on already, and if not, the next writes fail.
     let _ = std::fs::write(format!("{V2}/cgroup.subtree_control"), "+io");
     std::fs::create_dir(&group).context("cannot make a cgroup; run as root")?;
     write_line(&group.join("io.max"), &format!("{device} wiops={writes}"))?;

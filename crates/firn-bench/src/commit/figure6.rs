@@ -1,5 +1,5 @@
-//! Repeats figure 6 of the CprFS paper: reads and writes the records of one file as iozone does, with a checkpoint after
-//! each phase that writes.
+//! Repeats figure 6 of the CprFS paper: reads and writes the records of one file as iozone does, with a checkpoint
+//! after each phase that writes.
 
 use super::{BEHIND, CommitArgs, CommitCandidate, FIRN, IN_PLACE, NATIVE, PRELOAD, add_cases};
 use crate::backing::Kind;
@@ -8,12 +8,18 @@ use crate::report::{Limit, Report};
 use crate::worker::{Records, Task};
 use firn_config::size_text;
 
+/// Sizes of a record that are measured.
 const RECORDS: [u64; 2] = [4 << 10, 8 << 10];
+/// Seed of the random order.
 const SEED: u64 = 6;
 
+/// One pass over all records of the file.
 struct Phase {
+    /// Name in the report, that of iozone.
     name: &'static str,
+    /// Whether the records are written. Otherwise they are read.
     write: bool,
+    /// Whether the order is random.
     random: bool,
     /// Gain of CprFS over NFS according to the paper, in percent.
     paper: f64,
@@ -39,6 +45,8 @@ const PHASES: [Phase; 6] = [
     phase("random write", true, true, -11.87),
 ];
 
+/// Measures all phases with each size of records, natively and on mounts of Firn. Adds the cases and the goals to the
+/// report.
 pub(super) fn run(
     args: &CommitArgs,
     candidates: &[CommitCandidate<'_>],
@@ -56,13 +64,13 @@ pub(super) fn run(
         size_text(bytes)
     ));
     report.note(format!("CprFS against NFS, figure 6: {}", paper.join(", ")));
-    let who: Vec<&CommitCandidate> = candidates
+    let compared: Vec<&CommitCandidate> = candidates
         .iter()
         .filter(|one| ![IN_PLACE, BEHIND].contains(&one.name))
         .collect();
     for record_bytes in RECORDS {
         let title = format!("records of {}", size_text(record_bytes));
-        let samples = args.measure(&who, &title, |candidate| {
+        let samples = args.measure(&compared, &title, |candidate| {
             let path = candidate.dir.join("records");
             let mut samples = Vec::new();
             for phase in &PHASES {
@@ -107,16 +115,20 @@ fn add_goals(report: &mut Report, is_remote: bool) {
             (true, false) => continue,
             _ => Limit::Least(0.95),
         };
-        for who in [FIRN, PRELOAD] {
+        for candidate in [FIRN, PRELOAD] {
             let begins = format!("{}, records", phase.name);
             let cases = report
                 .cases
                 .iter()
                 .filter(|case| case.name.starts_with(&begins));
             let found: Vec<f64> = cases
-                .filter_map(|case| case.ratio(who, NATIVE, "rate"))
+                .filter_map(|case| case.ratio(candidate, NATIVE, "rate"))
                 .collect();
-            report.judge(format!("{}, {who} to {NATIVE}", phase.name), limit, &found);
+            report.judge(
+                format!("{}, {candidate} to {NATIVE}", phase.name),
+                limit,
+                &found,
+            );
         }
     }
 }

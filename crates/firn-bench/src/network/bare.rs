@@ -13,7 +13,9 @@ use anyhow::{Context, bail};
 use super::Ended;
 use crate::cpu;
 
+/// Bytes that the receiver reads at a time.
 const BUFFER_BYTES: usize = 1 << 20;
+/// Longest wait until a program listens.
 const START_LIMIT: Duration = Duration::from_secs(10);
 
 /// Sends all files of a directory to the first client.

@@ -10,15 +10,25 @@ use crate::worker::{self, Task};
 use firn_config::size_text;
 
 const GIB: f64 = (1u64 << 30) as f64;
+/// Bytes of one read.
 const BLOCK_BYTES: u64 = 1 << 20;
+/// Way: a file of the native file system, with its pages in the page cache. It is the baseline.
 const NATIVE: &str = "native, warm";
+/// Way: firnd answers each read from its memory.
 const BY_FIRND: &str = "held, by firnd";
+/// Way: the preload library copies the bytes out of the shared memory.
 const BY_PRELOAD: &str = "held, preload";
+/// Way: the kernel keeps pages of the file, but has none at the start.
 const PAGES_FIRST: &str = "kernel's pages, first";
+/// Way: the kernel has all pages of the file from an earlier read.
 const PAGES_AGAIN: &str = "kernel's pages, again";
+/// Way: the kernel reads the memory file for the first time.
 const MEMORY_FIRST: &str = "memory file, first";
+/// Way: the kernel reads the memory file again.
 const MEMORY_AGAIN: &str = "memory file, again";
+/// Way: the preload library is used, on a mount whose memory files the kernel can read.
 const MEMORY_PRELOAD: &str = "memory file, preload";
+/// Way: the preload library is used, on a mount whose memory files the kernel cannot read.
 const MEMORY_WITHOUT_ROOT: &str = "without root, preload";
 /// Goal for read(2): the lowest rate, as a share of the native rate.
 const LEAST_READ: f64 = 0.8;
@@ -85,7 +95,9 @@ impl<'a> Files<'a> {
         self.mounts.memory.path().join("image")
     }
 
-    /// Returns all ways to read the file. The baseline comes first.
+    /// Returns the ways to read the file that are compared. The first one is the baseline, which reads a file of the
+    /// native file system. A way has a name, the file, the preparation of each read, and the preload library if it is
+    /// used.
     fn ways(&self) -> Vec<ReadWay<'_>> {
         let preload = Some(self.mounts.preload.as_path());
         let held = self.mounts.plain.path().join("image");
@@ -114,7 +126,8 @@ impl<'a> Files<'a> {
         ]
     }
 
-    /// Measures each way with read(2) and through a mapping, and adds the cases and the goals to the report.
+    /// Measures each way to read the file, first with read(2) and then through a mapping. Adds the cases and the goals
+    /// to the report, and how long the move of the file into a memory file took.
     pub(super) fn measure(&self, repeats: u32, report: &mut Report) -> anyhow::Result<()> {
         let file_system = crate::machine::file_system_of(&self.native);
         report.note(format!(

@@ -19,6 +19,7 @@ use crate::worker::make_buffer;
 
 /// Time between two writes. It is the precision of a measured pause.
 const WRITE_EVERY: Duration = Duration::from_millis(1);
+/// Bytes of one write of the writer.
 const WRITE_BYTES: u64 = 4096;
 /// Number of blocks that the writer overwrites again and again, so that the number of pending bytes stays constant.
 const WRITER_BLOCKS: u64 = 256;
@@ -157,7 +158,7 @@ impl Load {
         let began = Instant::now();
         let again = firn.mount(backing, mount_point, &self.options("no"))?;
         let seconds = began.elapsed().as_secs_f64();
-        // Or the unmount would drain it.
+        // Without these files the unmount has nothing to drain, and is quick.
         fs::remove_dir_all(mount_point.join("files"))?;
         fs::remove_file(mount_point.join("writer"))?;
         drop(again);
@@ -182,7 +183,7 @@ struct Shared {
 impl Writer {
     /// Starts a thread that overwrites the blocks of `file` again and again.
     fn start(file: File) -> anyhow::Result<Self> {
-        // A writer whose mount is gone may wait for ever: what it refers to stays until the benchmark ends.
+        // A writer without a mount may wait for ever. So the shared values are never freed.
         let shared: &'static Shared = Box::leak(Box::default());
         let write = move || {
             let buffer = make_buffer(WRITE_BYTES);

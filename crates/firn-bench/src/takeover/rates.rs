@@ -8,13 +8,17 @@ use crate::options::{Common, WorkDir, progress};
 use crate::report::{Limit, Report, Sample};
 use crate::worker::{self, Operation, Task};
 
+/// Candidate without a live table, the file by which a next firnd can continue the mount.
 const WITHOUT: &str = "takeover=no";
+/// Candidate with a live table, which firnd keeps up to date.
 const WITH: &str = "takeover=auto";
 /// Number of rounds in each repeat. A round is short, and several rounds reduce the influence of other work on the
 /// machine.
 const ROUNDS: u32 = 4;
+/// Bytes of one write.
 const WRITE_BYTES: u64 = 4096;
 
+/// A mount with one of the two settings.
 struct Candidate<'a> {
     name: &'static str,
     mount: Mount<'a>,

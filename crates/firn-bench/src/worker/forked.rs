@@ -47,7 +47,8 @@ impl ForkedWrite {
     /// Allocates the memory, touches it, and forks a child if the task says so.
     pub(super) fn prepare(&self) -> anyhow::Result<Prepared> {
         let len = self.bytes as usize;
-        // SAFETY: new private memory at an address of the kernel's choice; `Prepared` alone has it until it is unmapped.
+        // SAFETY: new private memory at an address of the kernel's choice; `Prepared` alone has it until it is
+        // unmapped.
         let at = unsafe {
             mmap_anonymous(
                 std::ptr::null_mut(),
@@ -90,7 +91,7 @@ fn fork_sleeper() -> anyhow::Result<Pid> {
     match unsafe { libc::fork() } {
         -1 => Err(std::io::Error::last_os_error()).context("fork"),
         0 => loop {
-            // The signal that ends the child may come before this call, and then it is an orphan: it looks again.
+            // If the parent ended before this call, no signal comes, and the child has a new parent (process 1).
             let _ = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));
             if rustix::process::getppid() == Some(Pid::INIT) {
                 // SAFETY: ends the child at once, without what the parent registered to run at its own exit.

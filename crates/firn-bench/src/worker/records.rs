@@ -37,6 +37,8 @@ impl Records {
         offsets
     }
 
+    /// Reads or writes the record at each of `offsets`, in their order, and closes the file. The buffer has the size of
+    /// a record.
     pub(super) fn run(&self, offsets: &[u64], buffer: &mut [u8]) -> anyhow::Result<()> {
         let path = &self.path;
         let mut options = OpenOptions::new();

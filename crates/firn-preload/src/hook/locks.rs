@@ -56,8 +56,8 @@ pub(super) fn is_range_lock_command(command: c_int) -> bool {
     )
 }
 
-/// fcntl(2) with a command for which [`is_range_lock_command`] is true, on a descriptor that the library serves. If the
-/// range is relative to an offset or size that the kernel does not know, the hook computes its start.
+/// fcntl(2) that locks, unlocks or tests a byte range, of a descriptor that the library serves. If the range is
+/// relative to an offset or size that the kernel does not know, the hook passes the range on with its absolute start.
 ///
 /// # Safety
 /// The same as for fcntl(2).

@@ -37,8 +37,8 @@ fn is_internal(fd: c_int) -> bool {
     descriptor_tag(fd) == tag::INTERNAL && !is_vfork_child()
 }
 
-/// close(2). firnd is informed before the close of a stub, an empty file with its bytes in firnd. Its error is the
-/// result of the call. The library's own descriptors stay open.
+/// close(2). For a stub (an empty file; firnd has its bytes) firnd is informed first, and close(2) returns an error of
+/// firnd to the program. The library's own descriptors stay open.
 #[inline(always)]
 unsafe fn do_close(fd: c_int) -> c_int {
     match descriptor_tag(fd) {

@@ -58,10 +58,12 @@ struct ListRead {
 }
 
 impl ListRead {
-    /// Fills the beginning of a run of contiguous bytes: from the arena (shared memory), from a file of the backing
-    /// (the directory below the mount), or by the fallback (the kernel or firnd). Returns the number of bytes. `offset`
-    /// is the run's offset in the file. The error means that the list of the file's extents is void, or that the
-    /// fallback could not read.
+    /// Reads bytes of a file from `offset` on into the beginning of `run` (memory of the program), as many as are in
+    /// one place. Returns their number.
+    ///
+    /// The list says where the bytes are: in the arena (shared memory), in a file of the backing (the directory below
+    /// the mount), or in a gap, which the fallback (the kernel or firnd) reads. The error means that the list is void,
+    /// or that the fallback could not read.
     fn copy_some<F: Fallback>(
         &mut self,
         locked: &mut LockedEntry,

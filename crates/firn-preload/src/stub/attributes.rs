@@ -157,8 +157,11 @@ fn tmpfs_handle(dir: c_int, path: *const libc::c_char, flags: c_int) -> Option<T
     })
 }
 
-/// Makes a request about a stub (an empty file; firnd has its bytes) whose reply is only success or an error.
-/// `size_after` is the size to which the file grows, if it is smaller now. Returns `None` if the descriptor is no stub.
+/// Lets firnd execute an operation on a stub (an empty file; firnd has its bytes), such as a truncation or a sync.
+/// Returns whether it succeeded; `None` if the descriptor is no stub.
+///
+/// `arg` and `data` are the parameters of the operation. `size_after` is the size to which the file grows, if it is
+/// smaller now; the program's limit of file sizes is checked with it.
 fn request_success(
     fd: c_int,
     op: Op,

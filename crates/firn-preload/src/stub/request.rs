@@ -27,6 +27,7 @@ const PAUSE_MS: u32 = 20;
 const CONNECT_DESCRIPTORS: usize = 2;
 /// Maximum number of connections that one request may use up.
 const CONNECTIONS_MAX: u32 = 64;
+/// Longest wait for a firnd, in milliseconds. An environment variable can change it at the start.
 static WAIT_MS: AtomicU32 = AtomicU32::new(WAIT_MS_DEFAULT);
 
 /// Sets the longest wait, from the text of an environment variable. It is called once, at the start.

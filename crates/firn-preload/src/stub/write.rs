@@ -77,6 +77,8 @@ impl OwnConnection {
 }
 
 impl Requester for OwnConnection {
+    /// Makes a request over this connection, once. `Failed` means that firnd stored no byte. `Unknown` means that firnd
+    /// ended before its reply, and may have stored some.
     fn request(
         &mut self,
         op: Op,

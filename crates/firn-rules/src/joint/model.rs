@@ -9,6 +9,7 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 use super::{Attempt, HostState, JointStep, JointView, OwnPart, next_step};
 
+/// Names of the two hosts of the model.
 const HOSTS: [&str; 2] = ["a", "b"];
 
 /// Callback that receives one possible next change of the world.
@@ -336,6 +337,8 @@ impl World {
     }
 }
 
+/// Explores all states that two hosts and their programs can reach. If both hosts have ended, both have committed or
+/// both have not.
 #[test]
 fn two_hosts_commit_together_or_not_at_all_in_every_interleaving() {
     let host = Host {

@@ -1,4 +1,5 @@
-//! Serves a directory as slowly as a network file system, until it is unmounted (`firn_testfs::slow`).
+//! The program `firn-slowfs`: mounts a directory as slowly as a network file system would serve it, until it is
+//! unmounted. The module `firn_testfs::slow` has the model of that file system.
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -8,6 +9,8 @@ use firn_testfs::slow::{Speed, serve};
 
 const USAGE: &str = "usage: firn-slowfs SOURCE MOUNT_POINT [ROUND_TRIP_US MIB_PER_S]";
 
+/// Parses the arguments and serves the directory. Without a speed in the arguments, the speed is that of an NFS
+/// service.
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
@@ -16,6 +19,7 @@ fn main() -> ExitCode {
         [source, mount_point, round_trip_us, mib_per_s] => {
             ((source, mount_point), parse_speed(round_trip_us, mib_per_s))
         }
+        // Without a speed the arguments are wrong.
         _ => (("", ""), None),
     };
     let Some(speed) = speed else {
@@ -34,7 +38,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Microseconds, and MiB/s above 0.
+/// Parses a round-trip time in microseconds and a rate in MiB/s. Returns `None` if one is no number, or the rate is 0.
 fn parse_speed(round_trip_us: &str, mib_per_s: &str) -> Option<Speed> {
     let mib_per_s: u64 = mib_per_s.parse().ok().filter(|rate| *rate > 0)?;
     Some(Speed {

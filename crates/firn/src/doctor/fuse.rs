@@ -14,7 +14,9 @@ use rustix::thread::{CapabilitySet, capabilities};
 
 use crate::doctor::{CheckSubject, Finding, settings_in, user_id};
 
+/// The device through which FUSE file systems are mounted.
 const DEVICE: &str = "/dev/fuse";
+/// The program that mounts for users without CAP_SYS_ADMIN.
 const HELPER: &str = "fusermount3";
 /// Configuration file of fuse3, which says whether mounts may use `allow_other`.
 const CONFIGURATION: &str = "/etc/fuse.conf";

@@ -52,6 +52,7 @@ struct CompletionsArgs {
     word: String,
 }
 
+/// The words for which a completion script asks.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum Candidates {
     /// Lists after `-o`.
@@ -124,8 +125,10 @@ fn completion_script(shell: Shell) -> String {
     }
 }
 
-/// Returns a function that runs before clap's. bash splits words at `=`, so the function takes the typed text from the
-/// command line itself.
+/// Returns a bash function that completes mount options and mount points, and calls clap's function for all else.
+///
+/// bash splits words at `=` and `:`. So the function takes the typed word from the command line itself, and removes
+/// from each candidate the part (`cut`) that bash has split off.
 fn bash_function() -> String {
     let verbs_with_option_list = verbs_with_option_list().join("|");
     let verbs_with_mount_point = VERBS_WITH_MOUNT_POINT.join("|");

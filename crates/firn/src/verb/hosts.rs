@@ -65,6 +65,7 @@ struct HostsArgs {
     only: Option<ChildSource>,
 }
 
+/// A source of facts about hosts, which a child process asks.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum ChildSource {
     /// The leases and reports of hosts in the backing.

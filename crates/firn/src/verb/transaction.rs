@@ -18,6 +18,7 @@ use crate::failure::{DONE, FAILED, Failure};
 use crate::verb::{NO_CONNECTION, Verb, connect};
 use crate::{output, text};
 
+/// Exit statuses of the verbs, for their help and man pages.
 const EXITS: &[(u8, &str)] = &[
     (0, "done"),
     (
