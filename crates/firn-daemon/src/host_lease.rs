@@ -317,7 +317,8 @@ impl AcquiredLease {
         if let (Some(link), Some(descriptor)) = (&link, lease.descriptor(&base))
             && let Err(error) = link.keep_descriptor(Tag::Lease, descriptor.as_fd())
         {
-            tracing::warn!(%error, "if firnd dies, other hosts count this one as dead until the next firnd goes on");
+            tracing::warn!(%error, "the lease of this host does not outlive firnd: if firnd dies, other hosts count \
+                this host as dead until the next firnd runs");
         }
         let uses = BTreeSet::from([purpose]);
         let state = Arc::new(LeaseState::default());
@@ -594,7 +595,7 @@ fn resume_kept_lease(
     match resumed {
         Ok(Some(lease)) => return Some(lease),
         Ok(None) => {}
-        Err(error) => tracing::warn!(error, "the lease of the earlier firnd is not resumed"),
+        Err(error) => tracing::warn!(error, "cannot continue the lease of the earlier firnd"),
     }
     link.drop_descriptor(Tag::Lease.into());
     None

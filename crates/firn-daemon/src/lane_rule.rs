@@ -69,7 +69,8 @@ pub(crate) fn explain_rule(rule: &Rule, path: &Path) -> LaneChoice {
         Reason::Number(number) => {
             let count = rule.lane_count();
             format!(
-                "the numbers in its path add up to {number}, modulo {count} lanes; where that lane has far more than its share of the directory's files, the one with the fewest"
+                "the numbers in its path add up to {number}, modulo {count} lanes; if that lane has far more than its \
+                 share of the directory's files, the lane with the fewest is chosen"
             )
         }
         Reason::Balance => "this lane has the fewest files of the directory".into(),

@@ -87,7 +87,7 @@ impl TakenOverMount {
         if contents.damaged > 0 {
             tracing::warn!(
                 entries = contents.damaged,
-                "parts of the live table are damaged: programs lose the open files that these parts described"
+                "parts of the table of open files are damaged: programs lose the open files in these parts"
             );
         }
         let takeovers = table.count_takeover();

@@ -731,7 +731,7 @@ impl<B: Backing> LoggedFile<B> {
             Ok(containers) => containers,
             Err(OwnError::Backing(error)) => return Err(error),
             Err(error) => {
-                tracing::warn!("the containers of a file are not touched: {error}");
+                tracing::warn!("the logs of a file are left as they are: {error}");
                 return Ok(());
             }
         };

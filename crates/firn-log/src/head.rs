@@ -51,7 +51,7 @@ pub(crate) const HEAD: &str = "head";
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HeadError {
     /// The head is missing, although the container was synced.
-    #[error("it is missing: the container is half removed")]
+    #[error("it is missing: the directory of these logs is half removed")]
     Missing,
     /// The text of the head is damaged.
     #[error("it is damaged")]
