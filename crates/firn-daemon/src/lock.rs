@@ -109,7 +109,8 @@ impl LockedFile {
         if let Some((link, tag)) = keeper_copy
             && let Err(error) = link.keep_descriptor(tag, descriptor.as_fd())
         {
-            tracing::warn!(%error, "the keeper does not have a lock of this mount: if firnd dies, another process may take the lock before the next firnd");
+            tracing::warn!(%error, "the keeper, which restarts firnd, does not hold a lock of this mount: if firnd \
+                dies, another process may take it first");
         }
         Ok(Self {
             descriptor,
@@ -129,7 +130,8 @@ impl Drop for LockedFile {
         if let Some((link, tag)) = &self.keeper_copy {
             // The close alone would not release a lock of which the keeper has a copy.
             if let Err(error) = flock(&self.descriptor, FlockOperation::Unlock) {
-                tracing::warn!(%error, "cannot release a lock of the mount before its keeper ends");
+                tracing::warn!(%error, "cannot release a lock of the mount before its keeper, which restarts firnd, \
+                    ends");
             }
             link.drop_descriptor((*tag).into());
         }

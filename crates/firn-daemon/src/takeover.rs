@@ -88,37 +88,50 @@ impl TakenOverMount {
             tracing::warn!(
                 entries = contents.damaged,
                 "parts of the table of open files are damaged: programs lose the open files in these parts"
-            );
+           \
+                     );
         }
         let takeovers = table.count_takeover();
         let resumed = Resumed {
-            table: Arc::new(table),
+     \
+                           table: Arc::new(table),
             contents,
             takeovers,
-            files: nameless_files,
+            files: \
+                    nameless_files,
             keeper: link.map(|link| Arc::clone(link) as _),
-            died_ticks: clock_ticks_from_time(death_time),
+            \
+                    died_ticks: clock_ticks_from_time(death_time),
             losses: Default::default(),
         };
-        abandon_handles_without_locks(&resumed, &lock_files);
+ \
+                           abandon_handles_without_locks(&resumed, &lock_files);
         Ok(Self {
             device,
-            header,
+ \
+                               header,
             death_time,
             resumed,
-            lock_files: Mutex::new(lock_files),
+            lock_files: \
+                    Mutex::new(lock_files),
             resumed_requests: Mutex::new(None),
         })
     }
 
-    /// Takes the resumed requests from the result of the recovery. Fails if the live table belongs to another arena.
+    /// \
+                    Takes the resumed requests from the result of the recovery. Fails if the table of open files \
+                    belongs to another arena.
     pub(crate) fn take_resumed_requests(
         &self,
-        attached: &mut AttachedArena,
+        \
+                    attached: &mut AttachedArena,
     ) -> Result<(), MountError> {
-        if attached.engine.arena().superblock().uuid != self.header.arena {
-            return Err(MountError::NotTakenOver {
-                why: "the live table belongs to another arena".into(),
+        if \
+                    attached.engine.arena().superblock().uuid != self.header.arena {
+            return \
+                    Err(MountError::NotTakenOver {
+                why: \
+                    "the table of open files belongs to another arena".into(),
             });
         }
         *self.resumed_requests.lock() = attached.recovered.requests.take();
@@ -225,7 +238,8 @@ fn abandon_handles_without_locks(resumed: &Resumed, kept: &[KeptLockFile]) {
     if !handles_without_locks.is_empty() {
         tracing::error!(
             handles = handles_without_locks.len(),
-            "locks of files are lost, because the keeper did not have them: their programs get EIO"
+            "locks of files are lost, because the keeper (which restarts firnd) did not have them: their programs get \
+             EIO"
         );
         resumed.abandon_handles(|handle| handles_without_locks.contains(&handle.id));
     }
@@ -248,10 +262,10 @@ const RECENT_LOSS: Duration = Duration::from_secs(60);
 fn refuse_table(error: LiveTableError) -> MountError {
     match error {
         LiveTableError::Io(errno) if errno != Errno::NOENT => {
-            MountError::io("open the live table")(errno.into())
+            MountError::io("open the table of open files")(errno.into())
         }
         LiveTableError::Map(ArenaError::Io { source, .. }) => {
-            MountError::io("map the live table")(source.into())
+            MountError::io("map the table of open files")(source.into())
         }
         error => MountError::NotTakenOver {
             why: error.to_string(),
@@ -323,7 +337,7 @@ impl Takeover {
                 Ok(created) => table = Some(created),
                 Err(error) => {
                     tracing::warn!(%error, "the mount cannot be taken over if firnd dies");
-                    obstacle = Some("the live table could not be made");
+                    obstacle = Some("the table of open files could not be made");
                 }
             }
         } else {
@@ -368,7 +382,8 @@ impl Takeover {
             && let Some(link) = &self.link
             && let Err(error) = link.keep_connection(None, None)
         {
-            tracing::warn!(%error, "the keeper does not answer: firnd is not started again if it dies");
+            tracing::warn!(%error, "the keeper, which restarts firnd, does not answer: if firnd dies, it is not \
+                started again");
         }
     }
 
@@ -399,7 +414,7 @@ impl Takeover {
         let control = firn_fuse::open_control(minor).ok();
         table
             .seal(&header)
-            .map_err(|_| "the live table could not be written")?;
+            .map_err(|_| "the table of open files could not be written")?;
         let control = control.as_ref().map(AsFd::as_fd);
         link.keep_connection(Some(device), control)
             .map_err(|_| "the keeper does not answer")
@@ -427,7 +442,7 @@ enum UpgradeError {
     Distrusted(firn_trust::Distrust),
     #[error("the request of the next firnd cannot be written: {0}")]
     Request(Box<MountError>),
-    #[error("the keeper of the mount does not answer: {0}; try again")]
+    #[error("the keeper of the mount, which starts the next firnd, does not answer: {0}; try again")]
     Keeper(std::io::Error),
 }
 
@@ -437,7 +452,7 @@ impl Takeover {
     /// process of the keeper.
     fn prepare_upgrade(&self, client: u32, changes: &str) -> Result<Pid, UpgradeError> {
         let Some(link) = &self.link else {
-            return Err(UpgradeError::NotReady("it has no keeper"));
+            return Err(UpgradeError::NotReady("it has no process that would start the next firnd"));
         };
         if link.is_to_service_manager() {
             return Err(UpgradeError::StartedByServiceManager);

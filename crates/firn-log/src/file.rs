@@ -519,7 +519,7 @@ impl<B: Backing> LoggedFile<B> {
                 tracing::error!(
                     container = name,
                     file = HEAD,
-                    "the head of a container cannot be read: {error}"
+                    "cannot read the head of the logs of a file: {error}"
                 );
                 return Err(Errno::IO);
             }

@@ -58,12 +58,12 @@ pub enum HeadError {
     Damaged,
     /// Another version of Firn made the container.
     #[error(
-        "it has version {0} and this Firn reads {VERSION}: flatten the container with the Firn that wrote it"
+        "it has version {0} and this Firn reads {VERSION}: run `firn flatten` of the Firn that wrote it"
     )]
     Version(u32),
     /// The head names another container: this one was renamed, or copied with its file.
     #[error(
-        "this container was renamed: its head names another one; rename it back, or move it away"
+        "this directory of logs was renamed: rename it back to the name in its head, or move it away"
     )]
     Foreign,
 }
