@@ -88,50 +88,37 @@ impl TakenOverMount {
             tracing::warn!(
                 entries = contents.damaged,
                 "parts of the table of open files are damaged: programs lose the open files in these parts"
-           \
-                     );
+            );
         }
         let takeovers = table.count_takeover();
         let resumed = Resumed {
-     \
-                           table: Arc::new(table),
+            table: Arc::new(table),
             contents,
             takeovers,
-            files: \
-                    nameless_files,
+            files: nameless_files,
             keeper: link.map(|link| Arc::clone(link) as _),
-            \
-                    died_ticks: clock_ticks_from_time(death_time),
+            died_ticks: clock_ticks_from_time(death_time),
             losses: Default::default(),
         };
- \
-                           abandon_handles_without_locks(&resumed, &lock_files);
+        abandon_handles_without_locks(&resumed, &lock_files);
         Ok(Self {
             device,
- \
-                               header,
+            header,
             death_time,
             resumed,
-            lock_files: \
-                    Mutex::new(lock_files),
+            lock_files: Mutex::new(lock_files),
             resumed_requests: Mutex::new(None),
         })
     }
 
-    /// \
-                    Takes the resumed requests from the result of the recovery. Fails if the table of open files \
-                    belongs to another arena.
+    /// Takes the resumed requests from the result of the recovery. Fails if the live table belongs to another arena.
     pub(crate) fn take_resumed_requests(
         &self,
-        \
-                    attached: &mut AttachedArena,
+        attached: &mut AttachedArena,
     ) -> Result<(), MountError> {
-        if \
-                    attached.engine.arena().superblock().uuid != self.header.arena {
-            return \
-                    Err(MountError::NotTakenOver {
-                why: \
-                    "the table of open files belongs to another arena".into(),
+        if attached.engine.arena().superblock().uuid != self.header.arena {
+            return Err(MountError::NotTakenOver {
+                why: "the table of open files belongs to another arena".into(),
             });
         }
         *self.resumed_requests.lock() = attached.recovered.requests.take();
@@ -442,7 +429,9 @@ enum UpgradeError {
     Distrusted(firn_trust::Distrust),
     #[error("the request of the next firnd cannot be written: {0}")]
     Request(Box<MountError>),
-    #[error("the keeper of the mount, which starts the next firnd, does not answer: {0}; try again")]
+    #[error(
+        "the keeper of the mount, which starts the next firnd, does not answer: {0}; try again"
+    )]
     Keeper(std::io::Error),
 }
 
@@ -452,7 +441,9 @@ impl Takeover {
     /// process of the keeper.
     fn prepare_upgrade(&self, client: u32, changes: &str) -> Result<Pid, UpgradeError> {
         let Some(link) = &self.link else {
-            return Err(UpgradeError::NotReady("it has no process that would start the next firnd"));
+            return Err(UpgradeError::NotReady(
+                "it has no process that would start the next firnd",
+            ));
         };
         if link.is_to_service_manager() {
             return Err(UpgradeError::StartedByServiceManager);

@@ -403,7 +403,9 @@ impl KeeperLink {
                 let _ = socket.send_watch_limit(state.watchdog);
                 state.holder = DescriptorHolder::Keeper(Arc::new(socket));
                 state.keeper = Some(pid);
-                tracing::warn!("firn-keeper, which restarts firnd, was killed; another one has taken its place");
+                tracing::warn!(
+                    "firn-keeper, which restarts firnd, was killed; another one has taken its place"
+                );
             }
             Err(error) => {
                 state.keepers_started = KEEPERS_MAX;

@@ -256,7 +256,7 @@ fn format_orphan(orphan: &FoundOrphan) -> String {
         "link" => "a name that was being made".to_owned(),
         "logs" => "their file is not in the backing: kept, because the file may return".to_owned(),
         "removed-logs" => {
-            "their file has been removed, and a host had begun to remove them".to_owned()
+            "their file was removed, and a host had begun to remove them".to_owned()
         }
         _ => "its file is not in the lane".to_owned(),
     };
