@@ -178,7 +178,7 @@ impl<'a, T: Transport> Session<'a, T> {
                 && !following.registration.is_current()
             {
                 return Err(WireError::OutOfTurn(
-                    "the partner already copies files over another connection".into(),
+                    "the partner has opened a newer connection and copies over that one".into(),
                 ));
             }
             self.answer(request)?;

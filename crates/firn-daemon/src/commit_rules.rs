@@ -233,7 +233,7 @@ fn last_name(path: &[u8]) -> OsString {
 
 /// Logs why a transaction failed, and returns the errno for the program.
 fn log_and_get_errno(error: &TransactionError) -> Errno {
-    tracing::warn!(%error, "a transaction of a commit rule failed");
+    tracing::warn!(%error, "a step of a transaction of a commit rule failed");
     match (error.backing_errno(), error) {
         (Some(errno), _) => errno,
         (None, TransactionError::Begin(_)) => Errno::BUSY,

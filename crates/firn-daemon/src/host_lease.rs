@@ -432,18 +432,21 @@ fn renew_until_stopped(
             Err(error @ LeaseError::Lost { .. }) => {
                 let uses = lease.uses().iter().copied();
                 let consequences: Vec<&str> = uses.map(describe_consequence_of_loss).collect();
-                tracing::error!(%error, "this host has lost its lease: {}", consequences.join("; "));
+                tracing::error!(%error, "this host has lost its lease, by which other hosts see that it is alive: \
+                    {}", consequences.join("; "));
                 // The first reason stays, if there is one already.
                 let _ = state.lost.set(error.to_string());
                 return;
             }
             Err(error) => {
-                tracing::warn!(%error, "cannot renew the lease of this host; firnd tries again");
+                tracing::warn!(%error, "cannot renew the lease of this host, by which other hosts see that it is \
+                    alive; firnd tries again");
             }
         }
     }
     if let Err(error) = lease.release(base, state.report()) {
-        tracing::warn!(%error, "cannot release the lease of this host: its next holder waits some seconds");
+        tracing::warn!(%error, "cannot release the lease of this host: its next mount waits some seconds for the \
+            lease");
     }
 }
 

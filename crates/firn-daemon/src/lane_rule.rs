@@ -60,7 +60,7 @@ pub(crate) fn explain_rule(rule: &Rule, path: &Path) -> LaneChoice {
         return LaneChoice {
             lane: None,
             reason:
-                "the name has no number, so that is the lane with the fewest files of its directory"
+                "the name has no number, so the lane with the fewest files of its directory is chosen"
                     .into(),
         };
     };

@@ -263,7 +263,8 @@ fn try_lock(fd: &impl AsFd, sharing: LockSharing) -> bool {
     match flock(fd, operation) {
         Err(Errno::WOULDBLOCK) => false,
         Err(error) => {
-            tracing::warn!(%error, "the backing's file system has no flock(2); only the arena is locked");
+            tracing::warn!(%error, "cannot lock the backing, because its file system has no flock(2); only the arena \
+                is locked");
             true
         }
         Ok(()) => true,

@@ -377,7 +377,7 @@ pub(crate) fn finish_removals(store: &Store) {
     if let Some(lanes) = store.placed()
         && let Err(error) = lanes.finish_removals()
     {
-        tracing::warn!(%error, "removed files stay in their lanes for now");
+        tracing::warn!(%error, "cannot free the space of removed files in their lanes yet; firnd tries again");
     }
 }
 

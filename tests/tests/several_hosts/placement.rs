@@ -261,7 +261,7 @@ fn a_map_a_number_and_turns_decide_and_explain_says_which() {
     fs::remove_file(mount.join("rank_4")).expect("remove");
     wait_until("the lane has its room back", LIMIT, || !file.exists());
     assert!(explain("latest").ends_with(
-        "a new file of this name goes where it fits: the name has no number, so that is the lane with the fewest files of its directory\n"
+        "the lane of a new file of this name is not fixed: the name has no number, so the lane with the fewest files of its directory is chosen\n"
     ));
     mount.umount();
 }

@@ -300,8 +300,7 @@ impl CommitRules {
             JointStep::Decide { commit, reason } => {
                 if !commit {
                     let paths = describe_paths(&transaction.paths);
-                    tracing::warn!(rule = transaction.rule, %paths, why = reason, "the hosts drop an incomplete \
-                        checkpoint");
+                    tracing::warn!(rule = transaction.rule, %paths, why = reason, "all hosts drop a checkpoint");
                 }
                 ballot.settle(commit)?;
             }

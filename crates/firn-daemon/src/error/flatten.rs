@@ -30,9 +30,9 @@ pub enum FlattenError {
     ReadOnly { files: usize },
     #[error("cannot write the report {path}: {source}; nothing more was given up", path = quoted_path(path))]
     Report { path: PathBuf, source: io::Error },
-    #[error("no file stays in logs, but the logs of {} were damaged: {} are zeros now, and {report} lists all data \
-        that was given \
-        up", say_files(*files), firn_format::quantity::bytes(*zero_bytes), report = quoted_path(report))]
+    #[error(
+        "flattened, but logs of {} were damaged beyond repair: {} are zeros now, and {report} lists all data that was \
+         given up", say_files(*files), firn_format::quantity::bytes(*zero_bytes), report = quoted_path(report))]
     GivenUp {
         files: usize,
         zero_bytes: u64,
