@@ -160,7 +160,7 @@ fn unmount_by_firnd(
     if files_in_logs > 0 {
         let files = text::count(files_in_logs, "file");
         output::print_message(&format!(
-            "{files} stay in logs: other hosts write to these files, and the last close makes them plain"
+            "{files} in logs: other hosts write to these files, and the last close makes them plain"
         ));
     }
     if args.discard {
