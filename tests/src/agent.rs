@@ -308,7 +308,7 @@ pub fn pull_while_written<'a>(
                 0 => {}
                 3 => changed += 1,
                 1 => {
-                    told.says("was changed each of the 5 times");
+                    told.says("changed during each of 5 reads");
                     gave_up += 1;
                     assert!(!target.exists());
                     continue;

@@ -116,9 +116,7 @@ pub enum AgentError {
         why: String,
     },
     /// The wanted partner is this host itself.
-    #[error(
-        "partner={host} is this host: mount with the name of another host, or with partner=next"
-    )]
+    #[error("partner={host} names this host itself: name another host, or use partner=next")]
     OwnPartner {
         /// Name of this host.
         host: String,
@@ -221,7 +219,8 @@ pub enum PullError {
     },
     /// The agent held the maximum number of bytes for other pulls, for as long as this pull waited.
     #[error(
-        "{host} holds as much memory for other pulls as it may (`firn agent --hold-max`): try again when those pulls have ended"
+        "the agent on {host} holds as much memory for other pulls as its --hold-max allows: try again when they have \
+         ended"
     )]
     Full {
         /// Name of the source host.
@@ -261,7 +260,8 @@ pub enum PullError {
     },
     /// A file without a snapshot was changed during each try to read it.
     #[error(
-        "{path} of {host} was changed each of the {tries} times that it was read, and a part of it is only in the backing, which has no snapshots: pull the file after its writer has closed it"
+        "{path} of {host} changed during each of {tries} reads, and its part in the backing has no snapshot: pull the \
+         file after its writer has closed it"
     )]
     KeepsChanging {
         /// Name of the source host.

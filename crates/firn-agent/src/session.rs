@@ -178,7 +178,7 @@ impl<'a, T: Transport> Session<'a, T> {
                 && !following.registration.is_current()
             {
                 return Err(WireError::OutOfTurn(
-                    "the partner follows over another connection".into(),
+                    "the partner has opened a newer connection and copies over that one".into(),
                 ));
             }
             self.answer(request)?;
@@ -631,7 +631,7 @@ impl<'a, T: Transport> Session<'a, T> {
     fn service(&self) -> Result<&'a Arc<PartnerService>, SourceError> {
         self.context
             .service
-            .ok_or_else(|| refused("an agent of ssh has no partners".into()))
+            .ok_or_else(|| refused("an agent that was started over ssh has no partners".into()))
     }
 
     fn origin(&self) -> Result<&Origin, SourceError> {

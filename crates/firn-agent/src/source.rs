@@ -262,7 +262,7 @@ impl Source {
         if list.entries.is_empty() {
             return Err(SourceError {
                 kind: ErrorKind::Missing,
-                message: format!("{top}: no file of it is held in memory"),
+                message: format!("no file of {top} is held in memory"),
             });
         }
         self.check_still_mounted(top, &self.mount_info.mount_point)?;

@@ -141,7 +141,7 @@ impl TransportChoice {
             }
         }
         Err(format!(
-            "no provider of libfabric that both hosts have: the agent's are {}, the puller's {}",
+            "the two hosts have no provider of libfabric in common: the agent has {}, the puller {}",
             available.join(", "),
             wanted.join(", ")
         ))

@@ -79,7 +79,7 @@ pub struct AcceptedBytes {
 
 /// The record breaks the rules of its client's lease. Records that the client published before it remain accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("a client's piece record {} of chunk {} breaks the rules of its lease", .0.record, .0.slab.chunk)]
+#[error("record {} of chunk {}, which a program with direct access wrote, is not valid", .0.record, .0.slab.chunk)]
 pub struct InvalidRecord(pub PieceRef);
 
 impl ClientLease {

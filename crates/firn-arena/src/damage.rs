@@ -13,7 +13,7 @@ use crate::refs::{PieceRef, SlabRef};
 pub enum Damage {
     /// The class word of a chunk is invalid.
     #[error(
-        "chunk {chunk}: class word {word:#010x} is invalid; pieces of this chunk cannot be found"
+        "chunk {chunk}: class word {word:#010x} is invalid; the data of this chunk cannot be found"
     )]
     ClassWord {
         /// Index of the chunk.
@@ -23,7 +23,7 @@ pub enum Damage {
     },
     /// The home word of a chunk is invalid for this chunk, so its data cannot be found.
     #[error(
-        "chunk {chunk}: home word {word:#018x} is invalid for this chunk; the data of its pieces cannot be found"
+        "chunk {chunk}: home word {word:#018x} is invalid; the data of this chunk cannot be found"
     )]
     HomeWord {
         /// Index of the chunk.

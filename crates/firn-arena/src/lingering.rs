@@ -184,7 +184,7 @@ fn void_beyond_max(tables: &Tables, slab: SlabRef, class: Class, generation: u64
         tracing::warn!(
             ?slab,
             record,
-            "a client published a piece beyond the largest file offset; the piece is dropped"
+            "a program with direct access wrote beyond the largest file offset; these bytes are dropped"
         );
         crash_point();
         tables

@@ -50,16 +50,16 @@ const SEAL_BYTES: usize = 4;
 #[derive(Debug, thiserror::Error)]
 pub enum LiveTableError {
     /// A system call failed.
-    #[error("the live table: {0}")]
+    #[error("the table of open files: {0}")]
     Io(#[from] Errno),
     /// Another user could have made the file.
-    #[error("the live table: {0}")]
+    #[error("the table of open files: {0}")]
     Distrusted(#[from] TrustError),
     /// The file cannot be mapped.
     #[error(transparent)]
     Map(#[from] ArenaError),
     /// The file is no table, or one of another version.
-    #[error("the live table is not used: {0}")]
+    #[error("the table of open files of the earlier firnd is not used: {0}")]
     Format(#[from] LiveError),
 }
 
@@ -212,7 +212,7 @@ impl LiveTable {
         if let Err(errno) = rustix::fs::unlink(&self.path)
             && errno != Errno::NOENT
         {
-            tracing::warn!(%errno, "cannot remove the live table");
+            tracing::warn!(%errno, "cannot remove the table of open files");
         }
     }
 
@@ -273,7 +273,7 @@ impl LiveTable {
         self.set_word(word::LOST, lost);
         if lost == 1 {
             tracing::warn!(
-                "the live table is full: if firnd dies, programs lose the open files that are not in the table"
+                "the table of open files is full: if firnd dies, programs lose the open files that are not in it"
             );
         }
     }

@@ -818,7 +818,8 @@ impl Arena {
             .map_arena_file_at(offset, bytes)
             .and_then(|()| self.map.populate_huge(offset, bytes));
         if let Err(errno) = mapped {
-            tracing::warn!(%errno, slot, "no memory to move a slot back from a memory file; the move is tried again later");
+            tracing::warn!(%errno, slot, "no memory to move a part of the arena back into its file; firnd tries again \
+                later");
             self.pool.lock().record_stuck_slot(slot);
             return false;
         }

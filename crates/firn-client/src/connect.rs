@@ -720,7 +720,7 @@ fn no_socket_error(mount: &Mount) -> ClientError {
         },
         Liveness::Unknown(errno) => ClientError::Io {
             what: format!(
-                "the socket of the firnd of {} is not in {}, and the kernel does not report whether that firnd is alive",
+                "the socket of the firnd of {} is not in {}, and the kernel does not tell whether that firnd is alive",
                 quoted_path(&mount_point),
                 quoted_path(&mount.runtime_dir)
             ),

@@ -98,7 +98,7 @@ pub enum ClientError {
         log: PathBuf,
     },
     /// firnd accepts no more connections now.
-    #[error("the firnd of {} has no connection left for this: {}", quoted_path(mount_point), busy_hint(*connections, holders))]
+    #[error("the firnd of {} has no connection left: {}", quoted_path(mount_point), busy_hint(*connections, holders))]
     Busy {
         /// The mount point.
         mount_point: PathBuf,

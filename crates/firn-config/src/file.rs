@@ -85,9 +85,7 @@ fn unescape_path(file: &Path, key: &str, table: &toml::Table) -> Result<OsString
         Some(bytes) => Ok(OsString::from_vec(bytes)),
         None => Err(file_error(
             file,
-            format!(
-                "{key}: a backslash is followed by another one, or by x and two hexadecimal digits"
-            ),
+            format!("{key}: after a backslash, write another one, or x and two hexadecimal digits"),
         )),
     }
 }

@@ -131,7 +131,8 @@ pub(crate) fn find_or_create_arena(
     }
     let present = arena.geometry();
     notice(format!(
-        "the arena holds data and keeps its arena-size={}, chunk-size={} and spill-size={} until a mount finds it empty",
+        "the arena holds data, so it keeps arena-size={}, chunk-size={} and spill-size={}; new values count at a mount \
+         that finds it empty",
         present.data_bytes(),
         present.chunk_bytes,
         present.spill_bytes()

@@ -285,7 +285,8 @@ fn warn_of_exposed_firn_dir(backing: &Path, options: &Options, notice: &mut dyn 
             _ => String::new(),
         };
         notice(format!(
-            "{backing} {why}: other users can take .firn away, which has the transactions and the files in logs{advice}"
+            "{backing} {why}: other users can take .firn away, and with it the transactions and the logs of \
+             files{advice}"
         ));
     }
 }

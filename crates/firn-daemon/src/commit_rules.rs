@@ -237,7 +237,7 @@ fn last_name(path: &[u8]) -> OsString {
 
 /// Logs why a transaction failed, and returns the errno for the program.
 fn log_and_get_errno(error: &TransactionError) -> Errno {
-    tracing::warn!(%error, "a transaction of a commit rule failed");
+    tracing::warn!(%error, "a step of a transaction of a commit rule failed");
     match (error.backing_errno(), error) {
         (Some(errno), _) => errno,
         (None, TransactionError::Begin(_)) => Errno::BUSY,
@@ -373,7 +373,7 @@ impl CommitRules {
     fn carry_out_deferred(&self) {
         let actions = std::mem::take(&mut self.table.lock().deferred);
         if let Err(errno) = self.carry_out(actions) {
-            tracing::warn!(%errno, "an action after the failure of a writer failed");
+            tracing::warn!(%errno, "cannot act on the failure of a program that wrote a checkpoint");
         }
     }
 
@@ -734,7 +734,7 @@ impl CommitRules {
     fn handle_exit(&self, process: u32, ending: Ending) {
         let actions = self.table.lock().machine.record_exit(process, ending);
         if let Err(errno) = self.carry_out(actions) {
-            tracing::warn!(%errno, process, "an action after the end of a process failed");
+            tracing::warn!(%errno, process, "cannot act on the end of a program that wrote a checkpoint");
         }
     }
 
@@ -742,7 +742,7 @@ impl CommitRules {
     pub(crate) fn end_all_scopes(&self) {
         let actions = self.table.lock().machine.end_all("the mount ends");
         if let Err(errno) = self.carry_out(actions) {
-            tracing::warn!(%errno, "cannot end all checkpoints at the end of the mount");
+            tracing::warn!(%errno, "cannot end all open checkpoints at the end of the mount");
         }
     }
 

@@ -398,7 +398,10 @@ fn detach_copies(frontend: &Frontend, copies: Option<FileSystemMounts>) {
     let Some(mounts) = copies else {
         return;
     };
-    tracing::info!("the mount ends also at {}", mounts.describe_copies());
+    tracing::info!(
+        "the copies of the mount end too: {}",
+        mounts.describe_copies()
+    );
     if let Err(error) = frontend.abort() {
         tracing::warn!(%error, "cannot abort the FUSE connection, so copies of the mount remain");
         return;

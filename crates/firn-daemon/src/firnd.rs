@@ -242,7 +242,7 @@ fn serve_mount(
     let locks = lock_mount(&checked, &files, options, link.as_ref())?;
     start_log(request, &checked, &files, link.as_deref())?;
     warn_of_environment(&mut reporter);
-    tracing::info!(backing = %quoted_path(&checked.backing), mount_point = %quoted_path(&checked.mount_point), "attaching");
+    tracing::info!(backing = %quoted_path(&checked.backing), mount_point = %quoted_path(&checked.mount_point), "attaching to the backing");
     let mut attached = AttachedArena::attach_for_mount(
         &checked.backing,
         files,

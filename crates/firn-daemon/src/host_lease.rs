@@ -322,7 +322,8 @@ impl AcquiredLease {
         if let (Some(link), Some(descriptor)) = (&link, lease.descriptor(&base))
             && let Err(error) = link.keep_descriptor(Tag::Lease, descriptor.as_fd())
         {
-            tracing::warn!(%error, "if firnd dies, other hosts count this one as dead until the next firnd goes on");
+            tracing::warn!(%error, "the lease of this host does not outlive firnd: if firnd dies, other hosts count \
+                this host as dead until the next firnd runs");
         }
         let uses = BTreeSet::from([purpose]);
         let state = Arc::new(LeaseState::default());
@@ -438,18 +439,21 @@ fn renew_until_stopped(
             Err(error @ LeaseError::Lost { .. }) => {
                 let uses = lease.uses().iter().copied();
                 let consequences: Vec<&str> = uses.map(describe_consequence_of_loss).collect();
-                tracing::error!(%error, "this host has lost its lease: {}", consequences.join("; "));
+                tracing::error!(%error, "this host has lost its lease, by which other hosts see that it is alive: \
+                    {}", consequences.join("; "));
                 // The first reason stays, if there is one already.
                 let _ = state.lost.set(error.to_string());
                 return;
             }
             Err(error) => {
-                tracing::warn!(%error, "cannot renew the lease of this host; firnd tries again");
+                tracing::warn!(%error, "cannot renew the lease of this host, by which other hosts see that it is \
+                    alive; firnd tries again");
             }
         }
     }
     if let Err(error) = lease.release(base, state.report()) {
-        tracing::warn!(%error, "cannot release the lease of this host: its next holder waits some seconds");
+        tracing::warn!(%error, "cannot release the lease of this host: its next mount waits some seconds for the \
+            lease");
     }
 }
 
@@ -605,7 +609,7 @@ fn resume_kept_lease(
     match resumed {
         Ok(Some(lease)) => return Some(lease),
         Ok(None) => {}
-        Err(error) => tracing::warn!(error, "the lease of the earlier firnd is not resumed"),
+        Err(error) => tracing::warn!(error, "cannot continue the lease of the earlier firnd"),
     }
     link.drop_descriptor(Tag::Lease.into());
     None

@@ -140,7 +140,7 @@ pub fn keeper_main() -> ExitCode {
             ExitCode::SUCCESS
         }
         Err(error) => {
-            eprintln!("firn: the keeper of the mount cannot start: {error}");
+            eprintln!("firn: cannot start firn-keeper, which restarts firnd if it dies: {error}");
             ExitCode::FAILURE
         }
     }

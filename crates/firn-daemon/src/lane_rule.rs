@@ -60,7 +60,7 @@ pub(crate) fn explain_rule(rule: &Rule, path: &Path) -> LaneChoice {
         return LaneChoice {
             lane: None,
             reason:
-                "the name has no number, so that is the lane with the fewest files of its directory"
+                "the name has no number, so the lane with the fewest files of its directory is chosen"
                     .into(),
         };
     };
@@ -69,7 +69,8 @@ pub(crate) fn explain_rule(rule: &Rule, path: &Path) -> LaneChoice {
         Reason::Number(number) => {
             let count = rule.lane_count();
             format!(
-                "the numbers in its path add up to {number}, modulo {count} lanes; where that lane has far more than its share of the directory's files, the one with the fewest"
+                "the numbers in its path add up to {number}, modulo {count} lanes; if that lane has far more than its \
+                 share of the directory's files, the lane with the fewest is chosen"
             )
         }
         Reason::Balance => "this lane has the fewest files of the directory".into(),

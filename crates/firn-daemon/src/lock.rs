@@ -110,7 +110,8 @@ impl LockedFile {
         if let Some((link, tag)) = keeper_copy
             && let Err(error) = link.keep_descriptor(tag, descriptor.as_fd())
         {
-            tracing::warn!(%error, "the keeper does not have a lock of this mount: if firnd dies, another process may take the lock before the next firnd");
+            tracing::warn!(%error, "the keeper, which restarts firnd, does not hold a lock of this mount: if firnd \
+                dies, another process may take it first");
         }
         Ok(Self {
             descriptor,
@@ -130,7 +131,8 @@ impl Drop for LockedFile {
         if let Some((link, tag)) = &self.keeper_copy {
             // The close alone would not release a lock of which the keeper has a copy.
             if let Err(error) = flock(&self.descriptor, FlockOperation::Unlock) {
-                tracing::warn!(%error, "cannot release a lock of the mount before its keeper ends");
+                tracing::warn!(%error, "cannot release a lock of the mount before its keeper, which restarts firnd, \
+                    ends");
             }
             link.drop_descriptor((*tag).into());
         }
@@ -263,7 +265,8 @@ fn try_lock(fd: &impl AsFd, sharing: LockSharing) -> bool {
     match flock(fd, operation) {
         Err(Errno::WOULDBLOCK) => false,
         Err(error) => {
-            tracing::warn!(%error, "the backing's file system has no flock(2); only the arena is locked");
+            tracing::warn!(%error, "cannot lock the backing, because its file system has no flock(2); only the arena \
+                is locked");
             true
         }
         Ok(()) => true,

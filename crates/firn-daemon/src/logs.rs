@@ -391,7 +391,7 @@ fn flatten_logs_of_dead_hosts(logs: &dyn Logs) -> Result<(), Errno> {
     for name in logs.find_orphans()?.lost {
         tracing::warn!(
             container = name,
-            "the file of these logs is not found: the logs are kept"
+            "the file that these logs belong to is not found: the logs are kept"
         );
     }
     Ok(())

@@ -58,8 +58,10 @@ pub(crate) fn by_process(mut used: Vec<AccessedFile>) -> Vec<AccessedFile> {
 /// Describes the conflicts of a transaction for the user.
 pub(crate) fn describe_conflict(report: &ConflictReport, scope: &str) -> String {
     let mut text = match report.total {
-        1 => format!("{scope}: no commit, 1 conflict between hosts"),
-        total => format!("{scope}: no commit, {total} conflicts between hosts"),
+        1 => format!("the transaction of {scope} is not committed: 1 conflict between hosts"),
+        total => {
+            format!("the transaction of {scope} is not committed: {total} conflicts between hosts")
+        }
     };
     for conflict in report.conflicts.iter().take(LISTED_CONFLICTS_MAX) {
         text += &format!("\n  {conflict}");

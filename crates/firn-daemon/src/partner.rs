@@ -212,7 +212,7 @@ impl PartnerState {
             note
         };
         format!(
-            "timed out with {} in {} left: {partner_state}; {reason}",
+            "timed out with {} in {} left to copy: {partner_state}; {reason}",
             bytes(figures.left_bytes),
             count(figures.left_files, "file")
         )

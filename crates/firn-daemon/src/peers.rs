@@ -113,10 +113,12 @@ impl Difference {
             self.their_value.as_str(),
         ) {
             (FORMATS, ..) => Some(
-                "the two hosts would misread what the other one stores: run the same version of firn on all hosts",
+                "each of these hosts would misread what the other one stores: run the same version of firn on all \
+                 hosts",
             ),
             (LAYOUT, LOG, PLAIN) => Some(
-                "that host would show files too short that this host writes to logs: mount with layout=log on all hosts, or unmount that host first",
+                "that host would not see all bytes of files that this host writes to logs: mount with layout=log on \
+                 all hosts, or unmount that host first",
             ),
             _ => None,
         }
@@ -136,7 +138,7 @@ impl Difference {
             TOKENS => "one of the hosts writes to a lane while the other one has the token",
             _ => "update one of the hosts",
         };
-        format!("host {host} has {term} {their_value}, this one {our_value}: {meaning}")
+        format!("host {host} has {term} {their_value}, this host {our_value}: {meaning}")
     }
 }
 

@@ -376,7 +376,7 @@ pub(crate) fn finish_removals(store: &Store) {
     if let Some(lanes) = store.placed()
         && let Err(error) = lanes.finish_removals()
     {
-        tracing::warn!(%error, "removed files stay in their lanes for now");
+        tracing::warn!(%error, "cannot free the space of removed files in their lanes yet; firnd tries again");
     }
 }
 
@@ -442,7 +442,8 @@ pub(crate) fn advise_on_lanes(lanes: &[LaneStatus]) -> Vec<String> {
     }
     if file_count < FILES_PER_LANE_MIN * lane_count {
         return vec![format!(
-            "{file_count} file(s) for {lane_count} lanes are few: with fewer than {FILES_PER_LANE_MIN} for each lane, files that are striped over all servers are written faster"
+            "{lane_count} lanes got only {file_count} file(s): with fewer than {FILES_PER_LANE_MIN} for each lane, \
+             files striped over all servers are written faster"
         )];
     }
     // The fair share of a lane is `file_count / lane_count`.

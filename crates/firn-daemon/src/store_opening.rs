@@ -120,7 +120,7 @@ fn open_transactional(
     }
     for (id, scope) in &outcome.waiting {
         notice(format!(
-            "a transaction in {} is prepared with id {id} and waits: firn commit or firn abort ends it, firn restore finishes it",
+            "a transaction in {} is prepared with id {id}: end it with `firn commit`, `firn abort` or `firn restore`",
             shown_scope(scope)
         ));
     }

@@ -89,7 +89,7 @@ impl TakenOverMount {
         if contents.damaged > 0 {
             tracing::warn!(
                 entries = contents.damaged,
-                "parts of the live table are damaged: programs lose the open files that these parts described"
+                "parts of the table of open files are damaged: programs lose the open files in these parts"
             );
         }
         let takeovers = table.count_takeover();
@@ -120,7 +120,7 @@ impl TakenOverMount {
     ) -> Result<(), MountError> {
         if attached.engine.arena().superblock().uuid != self.header.arena {
             return Err(MountError::NotTakenOver {
-                why: "the live table belongs to another arena".into(),
+                why: "the table of open files belongs to another arena".into(),
             });
         }
         *self.resumed_requests.lock() = attached.recovered.requests.take();
@@ -231,7 +231,8 @@ fn abandon_handles_without_locks(resumed: &Resumed, kept: &[KeptLockFile]) {
     if !handles_without_locks.is_empty() {
         tracing::error!(
             handles = handles_without_locks.len(),
-            "locks of files are lost, because the keeper did not have them: their programs get EIO"
+            "locks of files are lost, because the keeper (which restarts firnd) did not have them: their programs get \
+             EIO"
         );
         resumed.abandon_handles(|handle| handles_without_locks.contains(&handle.id));
     }
@@ -254,10 +255,10 @@ const RECENT_LOSS: Duration = Duration::from_secs(60);
 fn refuse_table(error: LiveTableError) -> MountError {
     match error {
         LiveTableError::Io(errno) if errno != Errno::NOENT => {
-            MountError::io("open the live table")(errno.into())
+            MountError::io("open the table of open files")(errno.into())
         }
         LiveTableError::Map(ArenaError::Io { source, .. }) => {
-            MountError::io("map the live table")(source.into())
+            MountError::io("map the table of open files")(source.into())
         }
         error => MountError::NotTakenOver {
             why: error.to_string(),
@@ -331,7 +332,7 @@ impl Takeover {
                 Ok(created) => table = Some(created),
                 Err(error) => {
                     tracing::warn!(%error, "the mount cannot be taken over if firnd dies");
-                    obstacle = Some("the live table could not be made");
+                    obstacle = Some("the table of open files could not be made");
                 }
             }
         } else {
@@ -376,7 +377,8 @@ impl Takeover {
             && let Some(link) = &self.link
             && let Err(error) = link.keep_connection(None, None)
         {
-            tracing::warn!(%error, "the keeper does not answer: firnd is not started again if it dies");
+            tracing::warn!(%error, "the keeper, which restarts firnd, does not answer: if firnd dies, it is not \
+                started again");
         }
     }
 
@@ -409,7 +411,7 @@ impl Takeover {
         let control = firn_fuse::open_control(minor).ok();
         table
             .seal(&header)
-            .map_err(|_| "the live table could not be written")?;
+            .map_err(|_| "the table of open files could not be written")?;
         let control = control.as_ref().map(AsFd::as_fd);
         link.keep_connection(Some(device), control)
             .map_err(|_| "the keeper does not answer")
@@ -437,7 +439,9 @@ enum UpgradeError {
     Distrusted(firn_trust::Distrust),
     #[error("the request of the next firnd cannot be written: {0}")]
     Request(Box<MountError>),
-    #[error("the keeper of the mount does not answer: {0}; try again")]
+    #[error(
+        "the keeper of the mount, which starts the next firnd, does not answer: {0}; try again"
+    )]
     Keeper(std::io::Error),
 }
 
@@ -449,7 +453,9 @@ impl Takeover {
     /// Returns the process of the keeper.
     fn prepare_upgrade(&self, client: u32, changes: &str) -> Result<Pid, UpgradeError> {
         let Some(link) = &self.link else {
-            return Err(UpgradeError::NotReady("it has no keeper"));
+            return Err(UpgradeError::NotReady(
+                "it has no process that would start the next firnd",
+            ));
         };
         if link.is_to_service_manager() {
             return Err(UpgradeError::StartedByServiceManager);

@@ -75,7 +75,7 @@ impl FileJournal {
         if !self.try_append_end(record) {
             tracing::error!(
                 ?record,
-                "the journal has no room for a record that ends an earlier one"
+                "the arena's journal has no room for a record that ends an earlier one"
             );
         }
     }

@@ -126,7 +126,8 @@ impl<B: Backing> Intake<B> {
         grant.bytes += self.make_pending(file, state, pid, &accepted);
         state.direct.restore_grant(grant);
         if let Err(wrong) = result {
-            tracing::warn!(%wrong, "a client with direct access stored an invalid record; it writes through the kernel from now on");
+            tracing::warn!(%wrong, "a program with direct access stored an invalid record; it writes through the \
+                kernel from now on");
             self.grants.count_error();
             self.revoke_grant(file, state);
         }
@@ -228,7 +229,8 @@ impl<B: Backing> Intake<B> {
         }
         self.base.arena.end_client(lease);
         if let Err(wrong) = result {
-            tracing::warn!(%wrong, "a client with direct access stored an invalid record; this record and later ones of the slab are ignored");
+            tracing::warn!(%wrong, "a program with direct access stored an invalid record; this record and those after \
+                it are ignored");
             self.grants.count_error();
         }
     }

@@ -565,7 +565,7 @@ impl<B: Backing> Engine<B> {
             tracing::warn!(
                 number,
                 why,
-                "a memory file that a program reads cannot be restored"
+                "memory that programs read directly cannot be restored"
             );
             Errno::IO
         })

@@ -99,7 +99,8 @@ impl<B: Backing> OpenFiles<B> {
         let result = keeper.keep_file(file.inode.id, descriptor.as_fd());
         if let Err(error) = &result {
             let path = file.shown();
-            tracing::warn!(%error, path, "the keeper could not get a file without a name: its programs lose the file if firnd dies");
+            tracing::warn!(%error, path, "cannot pass a file without a name to the keeper, which restarts firnd: \
+                programs lose the file if firnd dies");
         }
         let mut state = file.lock();
         // The last handle may have been closed meanwhile; then the keeper must not have the file.
@@ -131,7 +132,8 @@ impl<B: Backing> Engine<B> {
     pub(crate) fn resume_nameless(&self, files: &[HiddenFile]) {
         for kept in files {
             if let Err(errno) = self.resume_nameless_file(kept) {
-                tracing::info!(%errno, node = kept.node.0, "the keeper's descriptor of a file is not needed, and is closed");
+                tracing::info!(%errno, node = kept.node.0, "the keeper, which restarts firnd, had a file open that is \
+                    not needed any more: it is closed");
                 if let Some(keeper) = self.open_files.keeper.get() {
                     keeper.drop_file(kept.node);
                 }

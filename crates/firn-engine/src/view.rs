@@ -124,7 +124,8 @@ impl<B: Backing> FileState<B> {
 /// Logs that a change could not be stored in a view. The change itself remains valid, so it is not refused.
 fn log_missed_change(result: Result<()>) {
     if let Err(error) = result {
-        tracing::warn!(%error, "cannot store a change in a memory file: a program that reads this file there sees old bytes");
+        tracing::warn!(%error, "cannot store a change where programs read this file directly from memory: they see old \
+            bytes");
     }
 }
 
@@ -139,7 +140,8 @@ pub(crate) fn refresh_view<B: Backing>(
     };
     let reads = Reads::new(intake, open_files);
     if let Err(error) = copy_file_into_view(&reads, file, &view) {
-        tracing::warn!(%error, path = %file.shown(), "cannot store a change in a memory file: a program that reads this file there sees old bytes");
+        tracing::warn!(%error, path = %file.shown(), "cannot store a change where programs read this file directly \
+            from memory: they see old bytes");
     }
 }
 

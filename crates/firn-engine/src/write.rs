@@ -292,7 +292,8 @@ impl<B: Backing> Writes<B> {
                 continue;
             }
             if let Err(error) = state.reserve_view(offset, u64::from(reserved.len)) {
-                tracing::warn!(%error, path = %file.shown(), "no memory to store a write in the memory file that programs read; the write fails");
+                tracing::warn!(%error, path = %file.shown(), "no memory to store a write where programs read the file \
+                    directly; the write fails");
                 // Room in the arena would not help, so the writer must not wait for it.
                 return Err(Errno::NOSPC);
             }

@@ -60,7 +60,7 @@ pub mod word {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LiveError {
     /// The file is too short, or has another magic number.
-    #[error("the file is not a live table")]
+    #[error("the file is not a table of open files")]
     Magic,
     /// Another version of Firn made the table.
     #[error("its version is {found}, and this firn reads version {wanted}", wanted = VERSION)]

@@ -42,7 +42,7 @@ pub enum ReachError {
     NotReleased,
     /// The lock of a living host's lease does not exclude this host.
     #[error(
-        "locks of its file system do not reach other hosts: {host} is alive and does not keep this one out"
+        "locks of its file system do not reach other hosts: {host} is alive, and its lock does not keep this host out"
     )]
     StaysOnHost {
         /// Name of the living host.

@@ -519,7 +519,7 @@ impl<B: Backing> LoggedFile<B> {
                 tracing::error!(
                     container = name,
                     file = HEAD,
-                    "the head of a container cannot be read: {error}"
+                    "cannot read the head of the logs of a file: {error}"
                 );
                 return Err(Errno::IO);
             }
@@ -731,7 +731,7 @@ impl<B: Backing> LoggedFile<B> {
             Ok(containers) => containers,
             Err(OwnError::Backing(error)) => return Err(error),
             Err(error) => {
-                tracing::warn!("the containers of a file are not touched: {error}");
+                tracing::warn!("the logs of a file are left as they are: {error}");
                 return Ok(());
             }
         };

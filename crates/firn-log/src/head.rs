@@ -51,19 +51,19 @@ pub(crate) const HEAD: &str = "head";
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HeadError {
     /// The head is missing, although the container was synced.
-    #[error("it is missing: the container is half removed")]
+    #[error("it is missing: the directory of these logs is half removed")]
     Missing,
     /// The text of the head is damaged.
     #[error("it is damaged")]
     Damaged,
     /// Another version of Firn made the container.
     #[error(
-        "it has version {0} and this Firn reads {VERSION}: flatten the container with the Firn that wrote it"
+        "it has version {0} and this Firn reads {VERSION}: run `firn flatten` of the Firn that wrote it"
     )]
     Version(u32),
     /// The head names another container: this one was renamed, or copied with its file.
     #[error(
-        "this container was renamed: its head names another one; rename it back, or move it away"
+        "this directory of logs was renamed: rename it back to the name in its head, or move it away"
     )]
     Foreign,
 }

@@ -77,7 +77,7 @@ impl LagRetry {
         let stored_fault = self.take_fault();
         let fault = stored_fault
             .as_deref()
-            .unwrap_or("a file in a container is missing or incomplete");
+            .unwrap_or("a file of the logs is missing or incomplete");
         let waited_ms = waited.as_millis() as u64;
         tracing::error!(%error, waited_ms, "{fault}");
     }

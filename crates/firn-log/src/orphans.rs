@@ -67,7 +67,7 @@ impl<'a, B: Backing> ContainerLookup<'a, B> {
             Ok(None) => Ok(Self::Gone),
             Err(OwnError::Backing(error)) => Err(error),
             Err(error) => {
-                tracing::warn!("a container is not touched: {error}");
+                tracing::warn!("logs of a file are left as they are: {error}");
                 Ok(Self::Distrusted)
             }
         }

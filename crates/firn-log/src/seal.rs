@@ -163,7 +163,7 @@ impl Seal {
         let bytes = own::read_file(backing, dir, SEAL_NAME)?.ok_or(Errno::NOENT)?;
         Self::decode(&bytes).ok_or_else(|| {
             tracing::error!(
-                "a sealed container cannot be read: its seal, the file `{SEAL_NAME}`, is damaged"
+                "logs that are closed for writing cannot be read: their seal, the file `{SEAL_NAME}`, is damaged"
             );
             Errno::IO
         })

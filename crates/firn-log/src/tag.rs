@@ -106,7 +106,7 @@ pub(crate) fn check<B: Backing>(
     tracing::error!(
         ino = id.ino,
         container,
-        "bytes of a file are in a container that is not in .firn/log: that directory was renamed or replaced; put the \
+        "bytes of a file are in logs that are not in .firn/log: that directory was renamed or replaced; put the \
          earlier .firn back, or remove the attribute {NAME} of the file to read it without those bytes"
     );
     Err(Errno::IO)

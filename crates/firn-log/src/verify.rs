@@ -127,7 +127,7 @@ impl fmt::Display for Fault {
             ),
             Self::Index => write!(
                 f,
-                "a frame is damaged: reads of the logged file fail with EIO"
+                "an entry of the index is damaged: reads of the logged file fail with EIO"
             ),
             Self::Missing => write!(
                 f,
@@ -135,7 +135,7 @@ impl fmt::Display for Fault {
             ),
             Self::Torn => write!(
                 f,
-                "no valid frame from here on: a host died while it appended, or unsynced bytes were lost"
+                "no valid entry from here on: a host died while it appended, or unsynced bytes were lost"
             ),
             Self::Data => write!(
                 f,
@@ -147,8 +147,8 @@ impl fmt::Display for Fault {
             ),
             Self::Unfinished => write!(
                 f,
-                "its file has been removed or flattened, and the container is left: unless a live host removes it, \
-                 the next mount, `firn recover` or `firn flatten --backing` does"
+                "its file was removed or flattened, and these logs are left: a live host, the next mount, `firn \
+                 recover` or `firn flatten --backing` removes them"
             ),
         }
     }

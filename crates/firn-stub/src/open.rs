@@ -370,7 +370,8 @@ impl<B: Backing> Tree<B> {
             if let Err(error) = self.unlink(&mut map, &path) {
                 tracing::warn!(
                     %error,
-                    "the file of a removed stub could not be removed from the backing; the next sync tries again"
+                    "a file that was removed in the stub tree could not be removed from the backing; the next sync \
+                     tries again"
                 );
             }
         }

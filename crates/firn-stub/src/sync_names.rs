@@ -753,7 +753,8 @@ impl<B: Backing> Tree<B> {
         if StubId::from_fd(source.as_fd()).map_err(|error| to_errno(&error))? != stub.id {
             return Err(Errno::AGAIN);
         }
-        tracing::info!(path = %quoted(&stub.path), bytes = stub.size, "a program without the preload library wrote to a stub: its bytes are ingested");
+        tracing::info!(path = %quoted(&stub.path), bytes = stub.size, "a program without the preload library wrote to \
+            a file of the stub tree: these bytes are taken into the arena");
         let inode = self.inode_of(map, stub.id)?;
         let opened = self.engine.open(inode, libc::O_WRONLY)?;
         let file_bytes = self.engine.namespace.attr(inode, None)?.size;

@@ -102,7 +102,9 @@ pub enum BeginError {
         scope: BytePath,
     },
     /// The directory that the transaction was to make exists.
-    #[error("it exists: firn begin without --create opens a transaction in an existing directory")]
+    #[error(
+        "it exists already; `firn begin` without --create opens a transaction in an existing directory"
+    )]
     Exists,
     /// A transaction cannot create its directory on a mount with several hosts, because each host would create it.
     #[error(
@@ -158,7 +160,7 @@ pub enum VoteError {
     /// earlier firnd prepared the part and ended before it voted. `firn commit` of an open transaction prepares and
     /// votes by itself.
     #[error(
-        "not all hosts have voted on commit {id}: run `firn prepare` or `firn commit` with this number on each host"
+        "not all hosts have agreed to commit {id}: run `firn prepare` or `firn commit` with this number on each host"
     )]
     NotVoted {
         /// The number of the transaction.
@@ -171,7 +173,7 @@ pub enum VoteError {
         id: u64,
     },
     /// A host ended the vote without a commit, or aborted its part.
-    #[error("{by} ended the vote without a commit: {reason}")]
+    #[error("{by} gave the commit up: {reason}")]
     GivenUp {
         /// Name of the host.
         by: String,
@@ -219,8 +221,8 @@ pub enum AbortError {
     Stage(#[from] StageError),
     /// The abort is decided for all hosts, and some of them have not stopped their changes or not undone them.
     #[error(
-        "the transaction is aborted for all hosts, but cannot be undone until {} stopped: start firnd on that host, or \
-         end its part with firn recover --host",
+        "the transaction is aborted for all hosts, but cannot be undone until {} stopped writing: start firnd on that \
+         host, or end its part with `firn recover --host`",
         match &hosts[..] { [one] => format!("{one} has"), hosts => format!("{} have", hosts.join(", ")) }
     )]
     Stopping {

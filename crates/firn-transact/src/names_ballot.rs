@@ -261,7 +261,8 @@ impl<B: Backing> NamesBallots<B> {
             found => found.map(drop),
         };
         if let Err(errno) = withdrawn {
-            tracing::warn!(%errno, "cannot withdraw this host from a commit: other hosts wait for it until its next start");
+            tracing::warn!(%errno, "cannot withdraw this host from a commit: other hosts wait for it until firnd \
+                starts here again");
         }
     }
 

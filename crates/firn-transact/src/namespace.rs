@@ -381,7 +381,8 @@ impl<B: Backing> Namespace<B> {
                 object.become_nameless(&mut claimed.edit(), inode);
             }
             Err(errno) => {
-                tracing::warn!(%errno, "cannot remove a nameless staged object; the end of the transaction removes it");
+                tracing::warn!(%errno, "cannot remove an object that a transaction made and removed; the end of the \
+                    transaction removes it");
             }
         }
     }

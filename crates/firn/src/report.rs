@@ -378,7 +378,7 @@ fn load_record(path: &Path) -> Result<Option<RunRecord>, String> {
     let is_ours = metadata.uid() == rustix::process::geteuid().as_raw();
     let is_open_to_others = metadata.mode() & ACCESS_OF_OTHERS != 0;
     if !metadata.is_file() || !is_ours || is_open_to_others {
-        return Err("it is no private file of yours".to_owned());
+        return Err("it is not a private file of yours".to_owned());
     }
     let mut bytes = Vec::new();
     // One byte more than the maximum suffices for the parser to refuse the record.

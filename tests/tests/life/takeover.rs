@@ -942,7 +942,7 @@ fn firnd_starts_another_keeper_and_with_both_killed_programs_get_errors() {
     });
     // It has what the first one had once firnd says so.
     wait_until("it is said", Duration::from_secs(30), || {
-        sandbox.logs().contains("another one has its place")
+        sandbox.logs().contains("another one has taken its place")
     });
     mount.kill_and_go_on();
     file.write_all_at(b"on", 0).expect("write");
@@ -1294,7 +1294,7 @@ fn a_firnd_without_memory_is_tried_again_until_there_is_some() {
     limit_address_space(keeper, 450_000_000);
     kill_alone(before, libc::SIGKILL);
     wait_until("one of them has failed", Duration::from_secs(60), || {
-        sandbox.logs().contains("map the live table")
+        sandbox.logs().contains("map the table of open files")
     });
     limit_address_space(keeper, libc::RLIM_INFINITY);
     file.write_all_at(b"two", 3).expect("programs wait");

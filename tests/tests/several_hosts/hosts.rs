@@ -464,7 +464,9 @@ fn a_host_that_dies_before_it_is_prepared_takes_the_commit_with_it() {
     ));
     assert_ne!(refused.code, 0);
     assert!(
-        refused.stderr.contains("only 1 of 2 hosts came"),
+        refused
+            .stderr
+            .contains("only 1 of 2 hosts took part in time"),
         "{}",
         refused.stderr
     );
@@ -539,7 +541,10 @@ fn names_of_hosts_are_checked() {
             .chain([cluster.backing().as_path()]),
     );
     assert!(
-        refused.code == 2 && refused.stderr.contains("nor transactions of a host nobody"),
+        refused.code == 2
+            && refused
+                .stderr
+                .contains("nor a transaction of a dead host nobody"),
         "{refused:?}"
     );
     let refused = cluster.shared.run(
@@ -851,7 +856,7 @@ fn hosts_whose_locks_do_not_reach_each_other_are_refused_with_the_reason() {
     );
     run(&mut cluster.hosts[1].firn(args))
         .code(2)
-        .says("n0 is alive and does not keep this one out")
+        .says("n0 is alive, and its lock does not keep this host out")
         .says("mount without participants");
     // Nor is its part ended from there.
     let recover = ["recover", "--host", "n0"].map(OsStr::new);

@@ -1784,7 +1784,7 @@ fn what_a_host_left_that_died_in_a_removal_goes_whatever_comes() {
         leave_removals(&cluster);
         let check = verb(&["check"]).ok();
         assert_eq!(
-            check.stdout.matches("has been removed").count(),
+            check.stdout.matches("file was removed").count(),
             2,
             "{check}"
         );

@@ -90,7 +90,7 @@ fn hosts_with_other_lanes_or_tokens_are_named_on_both() {
     };
     let expected = |host: usize, theirs: [usize; 2], ours: [usize; 2]| {
         let (theirs, ours) = (lanes(theirs), lanes(ours));
-        format!("host n{host} has lanes {theirs}, this one {ours}: ")
+        format!("host n{host} has lanes {theirs}, this host {ours}: ")
     };
     let told = differences(&second);
     assert_eq!(told.len(), 2, "{told:?}");
@@ -99,7 +99,7 @@ fn hosts_with_other_lanes_or_tokens_are_named_on_both() {
         "{told:?}"
     );
     assert!(
-        told[1].starts_with("host n0 has tokens flock, this one etcd: "),
+        told[1].starts_with("host n0 has tokens flock, this host etcd: "),
         "{told:?}"
     );
     // The one that was there first hears of it.
@@ -142,7 +142,7 @@ fn a_host_without_logs_reads_what_another_one_comes_to_log() {
     let second = hosts.mount(1, &format!("{placed},attr-timeout=0"));
     let told = differences(&second);
     assert!(
-        told[0].starts_with("host n0 has layout log, this one plain, with logs: "),
+        told[0].starts_with("host n0 has layout log, this host plain, with logs: "),
         "{told:?}"
     );
     // No file was in a log when the second one came.

@@ -252,7 +252,7 @@ fn a_map_a_number_and_turns_decide_and_explain_says_which() {
     assert_eq!(
         explain("rank_4"),
         format!(
-            "{} is {}\na new file of this name goes to {}: the numbers in its path add up to 4, modulo 3 lanes; where that lane has far more than its share of the directory's files, the one with the fewest\n",
+            "{} is {}\na new file of this name goes to {}: the numbers in its path add up to 4, modulo 3 lanes; if that lane has far more than its share of the directory's files, the lane with the fewest is chosen\n",
             path("rank_4"),
             file.display(),
             lane(1)
@@ -261,7 +261,7 @@ fn a_map_a_number_and_turns_decide_and_explain_says_which() {
     fs::remove_file(mount.join("rank_4")).expect("remove");
     wait_until("the lane has its room back", LIMIT, || !file.exists());
     assert!(explain("latest").ends_with(
-        "a new file of this name goes where it fits: the name has no number, so that is the lane with the fewest files of its directory\n"
+        "the lane of a new file of this name is not fixed: the name has no number, so the lane with the fewest files of its directory is chosen\n"
     ));
     mount.umount();
 }
@@ -641,7 +641,7 @@ fn status_says_where_placement_does_not_pay() {
     assert_eq!(
         advice,
         [
-            "1 file(s) for 3 lanes are few: with fewer than 4 for each lane, files that are striped over all servers are written faster"
+            "3 lanes got only 1 file(s): with fewer than 4 for each lane, files striped over all servers are written faster"
         ]
     );
     for step in 1..20 {

@@ -402,7 +402,7 @@ fn locks_that_do_not_reach_other_hosts_are_refused_with_the_reason() {
         |options: &str| run(&mut hosts[1].firn(mount_args(servers[1].path(), &point, options)));
     refused(&options(1))
         .code(2)
-        .says("n0 is alive and does not keep this one out")
+        .says("n0 is alive, and its lock does not keep this host out")
         .says("tokens=etcd");
     first.umount();
 }

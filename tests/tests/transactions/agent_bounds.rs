@@ -156,7 +156,7 @@ fn regression_an_agent_that_only_says_wait_is_given_up() {
     });
     pull_all(&sandbox, &backing, &["--patience", "1s"])
         .code(1)
-        .says("holds as much memory for other pulls as it may");
+        .says("holds as much memory for other pulls as its --hold-max allows");
 }
 
 /// Proves S-agent-17: zeros and bytes in turn, of one byte each, for as many blocks as a puller asks ahead.

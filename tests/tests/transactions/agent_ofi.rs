@@ -263,7 +263,7 @@ fn a_host_without_libfabric_is_told_and_auto_needs_none() {
     let agent = Agent::start(&sandbox, mount.path(), &["--transport", "ofi:shm"]);
     pull(&sandbox, backing, &path, &target, &BY_RXM)
         .code(1)
-        .says("no provider of libfabric that both hosts have");
+        .says("no provider of libfabric in common");
     pull(
         &sandbox,
         backing,

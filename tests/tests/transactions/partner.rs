@@ -717,7 +717,9 @@ fn the_partner_is_in_another_failure_domain_where_there_is_one() {
     drop(mount);
     let mount = cluster.mount(0, "partner=n0");
     let mut agent = cluster.hosts[0].firn(["agent", "--listen", "127.0.0.1:0"]);
-    run(agent.arg(mount.path())).code(1).says("is this host");
+    run(agent.arg(mount.path()))
+        .code(1)
+        .says("names this host itself");
 }
 
 /// Proves S-partner-1: a checkpoint is copied once, when it is whole.

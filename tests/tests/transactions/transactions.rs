@@ -392,7 +392,7 @@ fn a_directory_that_begin_makes_comes_with_the_commit_and_goes_with_an_abort() {
         assert_same("committed", &behind(mount.backing()), &seen);
         firn_with(&sandbox, "begin", &step, &["--create"])
             .code(1)
-            .says("it exists: firn begin without --create");
+            .says("it exists already; `firn begin` without --create");
         firn(&sandbox, "begin", &step).ok();
         firn(&sandbox, "abort", &step).ok();
 

@@ -102,7 +102,9 @@ impl OfiError {
 fn memlock_advice(limit: Option<u64>) -> String {
     match limit {
         Some(limit) => format!(
-            "; a process may lock {limit} bytes here (RLIMIT_MEMLOCK), and registered memory is locked: raise it with `ulimit -l unlimited`, LimitMEMLOCK=infinity of the service, or PropagateResourceLimitsExcept=MEMLOCK of Slurm, or use the transport tcp"
+            "; registered memory is locked, and a process may lock only {limit} bytes here (RLIMIT_MEMLOCK): raise \
+             this limit with `ulimit -l unlimited`, LimitMEMLOCK=infinity of the service, or \
+             PropagateResourceLimitsExcept=MEMLOCK of Slurm, or use the transport tcp"
         ),
         None => String::new(),
     }

@@ -176,7 +176,10 @@ impl Chooser<'_> {
             match self.ask(&candidate) {
                 Answer::Follows => return true,
                 Answer::DoesNotFollow => {
-                    failure = format!("{} does not begin to follow this host", candidate.host)
+                    failure = format!(
+                        "{} did not begin in time to copy the files of this host",
+                        candidate.host
+                    )
                 }
                 Answer::Refuses(reason) => failure = reason,
             }

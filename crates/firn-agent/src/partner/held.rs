@@ -66,7 +66,7 @@ pub(super) fn follow_source(service: &Arc<PartnerService>, source: &str) {
     })
     .run();
     service.log.say(Level::Event, || {
-        format!("this host does not follow {source} any more: {error}")
+        format!("this host no longer copies the files of {source}: {error}")
     });
 }
 
@@ -305,9 +305,9 @@ impl Policy for CopyHeld<'_> {
 
     fn show_problem(&mut self, problem: &str) {
         let source = self.source;
-        self.service
-            .log
-            .say(Level::Event, || format!("partner of {source}: {problem}"));
+        self.service.log.say(Level::Event, || {
+            format!("copies of files of {source}: {problem}")
+        });
     }
 
     /// Reports the problems of a round (one pass over the files of the source, the copied host) to the source. Its
@@ -444,8 +444,8 @@ impl CopyHeld<'_> {
         let host = &self.service.host;
         let source = self.source;
         format!(
-            "{host} keeps the copy of {name} from an arena that {source} lost, and copies nothing newer of that name: fetch it with `firn \
-             pull {host}:{source}/{name}` or `firn run --restart {source}`"
+            "{host} keeps its copy of {name} from before {source} lost its memory, and does not replace it with newer \
+             files: fetch it with `firn pull {host}:{source}/{name}` or `firn run --restart {source}`"
         )
     }
 }

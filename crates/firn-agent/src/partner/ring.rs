@@ -212,7 +212,7 @@ fn parse_rule(line: &str) -> Result<DomainRule, String> {
     let mut words = line.split_whitespace();
     let (Some(pattern), Some(domain), None) = (words.next(), words.next(), words.next()) else {
         return Err(format!(
-            "`{line}` is not a pattern of host names, a space and the name of a domain, such as `r1-* rack1`"
+            "expected a pattern of host names, a space and the name of a domain, such as `r1-* rack1`, found `{line}`"
         ));
     };
     let glob = Glob::new(pattern).map_err(|error| format!("`{pattern}`: {}", error.kind()))?;

@@ -224,7 +224,7 @@ impl PartnerService {
         if let Err(error) = started {
             self.lock().sources.remove(source);
             return Err(format!(
-                "cannot start a thread that follows {source}: {error}"
+                "cannot start a thread that copies the files of {source}: {error}"
             ));
         }
         self.log.say(Level::Event, || {
@@ -248,7 +248,7 @@ impl PartnerService {
                     let dir = quoted_path(self.copies.dir());
                     let remaining = firn_format::quantity::bytes(remaining_bytes);
                     format!(
-                        "copies of {host} remain in {dir}: {remaining} that are not in the backing"
+                        "{dir} still has copies of files of {host}: {remaining} of them are not in the backing"
                     )
                 }),
                 Err(error) => self.log.say(Level::Event, || error.to_string()),

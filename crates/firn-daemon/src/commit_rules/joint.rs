@@ -247,7 +247,7 @@ impl CommitRules {
         let mut table = self.table.lock();
         let joint = table.joint_commits.entry(scope).or_default();
         if !joint.is_failing {
-            tracing::warn!(%error, "a step of a checkpoint of several hosts failed");
+            tracing::warn!(%error, "cannot go on with a checkpoint of several hosts; firnd tries again");
         }
         joint.is_failing = true;
         joint.waits_for = Some(error.to_string());
@@ -302,7 +302,7 @@ impl CommitRules {
             JointStep::Decide { commit, reason } => {
                 if !commit {
                     let paths = describe_paths(&transaction.paths);
-                    tracing::warn!(rule = transaction.rule, %paths, why = reason, "hosts drop a checkpoint");
+                    tracing::warn!(rule = transaction.rule, %paths, why = reason, "all hosts drop a checkpoint");
                 }
                 ballot.settle(commit)?;
             }
@@ -615,7 +615,7 @@ impl CommitRules {
         let paths = describe_paths(&transaction.paths);
         tracing::info!(rule = transaction.rule, %paths, "a commit rule has committed a checkpoint of several hosts");
         if let Err(errno) = self.carry_out(next_actions) {
-            tracing::warn!(%errno, "an action after a commit of several hosts failed");
+            tracing::warn!(%errno, "cannot do all that follows a commit of several hosts");
         }
         Ok(())
     }

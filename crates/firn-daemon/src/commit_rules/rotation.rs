@@ -49,7 +49,8 @@ impl CommitRules {
             };
             if let Err(errno) = self.remove_old_checkpoints_in(rule, &dir) {
                 let dir = String::from_utf8_lossy(&dir);
-                tracing::warn!(%errno, %dir, "old checkpoints stay until the next one is committed");
+                tracing::warn!(%errno, %dir, "cannot remove old checkpoints; they stay until the next one is \
+                    committed");
             }
         }
     }

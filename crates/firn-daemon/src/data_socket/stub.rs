@@ -604,7 +604,8 @@ fn release_end(locks: &FileLocks, file: u64, owner: Owner) {
     let owned_locks = ReleasedLocks::Owner(owner.number);
     let released = wait_for_result(|done| locks.release(file, LockKind::End, owned_locks, done));
     if let Err(error) = released {
-        tracing::warn!(%error, ino = file, "cannot release the lock of the end of a file");
+        tracing::warn!(%error, ino = file, "cannot release the lock on the end of a file: appends of other hosts may \
+            have to wait");
     }
 }
 

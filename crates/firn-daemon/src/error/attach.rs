@@ -108,13 +108,16 @@ pub enum AttachError {
     #[error("host {host} has {backing} mounted already: give each host its own name with host=NAME", backing = quoted_path(backing))]
     HostHeld { host: String, backing: PathBuf },
     #[error(
-        "participants: several hosts cannot share {backing}: {reason}; mount its file system so that file locks reach other hosts (docs/features/hosts.md, \"Turns at a disk\"), or mount without participants", backing = quoted_path(backing))]
+        "participants: several hosts cannot share {backing}: {reason}; mount its file system so that file locks reach \
+         other hosts (docs/features/hosts.md), or mount without participants", backing = quoted_path(backing))]
     LocksDoNotReach { backing: PathBuf, reason: String },
     #[error(
-        "tokens=flock: hosts cannot share tokens in {backing}: {reason}; mount its file system so that file locks reach other hosts (docs/features/hosts.md, \"Turns at a disk\"), or use tokens=etcd", backing = quoted_path(backing))]
+        "tokens=flock: hosts cannot share tokens in {backing}: {reason}; mount its file system so that file locks \
+         reach other hosts (docs/features/hosts.md), or use tokens=etcd", backing = quoted_path(backing))]
     TokensDoNotReach { backing: PathBuf, reason: String },
     #[error(
-        "layout=log: hosts cannot tell in {backing} which of them are alive: {reason}; mount its file system with locks of files (docs/features/hosts.md, \"Turns at a disk\"), or leave layout out", backing = quoted_path(backing))]
+        "layout=log: hosts cannot tell in {backing} which of them are alive: {reason}; mount its file system with file \
+         locks (docs/features/hosts.md), or leave layout out", backing = quoted_path(backing))]
     LogsDoNotReach { backing: PathBuf, reason: String },
     #[error(
         "host {host} has {backing} mounted with {theirs}, and this mount has {ours}: {why}", backing = quoted_path(backing))]

@@ -21,14 +21,18 @@ pub enum FlattenError {
     #[error("cannot flatten {}: {}; its bytes stay in logs: mend the cause and run `firn flatten` again (`firn check BACKING` says what is damaged)", say_files(*files), process::explain(*errno))]
     Failed { files: usize, errno: Errno },
     #[error(
-        "logged and not drained, because programs on this host or others have it open for writing: {}; `firn flatten` makes it plain once they have closed it", say_files(*files))]
+        "logged and not drained: {}, still open for writing on this host or others; run `firn flatten` when all \
+         programs have closed them", say_files(*files))]
     Written { files: usize },
     #[error(
-        "logged and not drained, because this mount is read-only: {}; `firn flatten` makes it plain on a mount that may write, or with --backing", say_files(*files))]
+        "logged and not drained: {}, because this mount is read-only; run `firn flatten` on a mount that may write, or \
+         with --backing", say_files(*files))]
     ReadOnly { files: usize },
     #[error("cannot write the report {path}: {source}; nothing more was given up", path = quoted_path(path))]
     Report { path: PathBuf, source: io::Error },
-    #[error("plain, but logs of {} were damaged beyond repair: {} are zeros now, and {report} lists all data that was given up", say_files(*files), firn_format::quantity::bytes(*zero_bytes), report = quoted_path(report))]
+    #[error(
+        "flattened, but logs of {} were damaged beyond repair: {} are zeros now, and {report} lists all data that was \
+         given up", say_files(*files), firn_format::quantity::bytes(*zero_bytes), report = quoted_path(report))]
     GivenUp {
         files: usize,
         zero_bytes: u64,

@@ -30,7 +30,8 @@ pub enum RecoverError {
     #[error("{arena} is the arena of an earlier mount of {backing}: run `firn recover {backing}` first", arena = quoted_path(arena), backing = quoted_path(backing))]
     BackupArena { arena: PathBuf, backing: PathBuf },
     #[error(
-        "{backing} has neither a lease nor transactions of a host {host} that is gone: check the name, which is the host name or the option host= of its mount", backing = quoted_path(backing))]
+        "{backing} has neither a lease nor a transaction of a dead host {host}: check the name (its host name, or \
+         host= of its mount)", backing = quoted_path(backing))]
     NoSuchHost { host: String, backing: PathBuf },
     #[error(transparent)]
     Check(#[from] CheckError),

@@ -304,7 +304,7 @@ impl KeeperLink {
     /// there.
     pub(crate) fn keep_log(&self) {
         if let Err(error) = self.keep_descriptor(Tag::Log, rustix::stdio::stderr()) {
-            tracing::warn!(%error, "the keeper does not answer");
+            tracing::warn!(%error, "the keeper, which restarts firnd, does not answer");
         }
     }
 
@@ -404,11 +404,14 @@ impl KeeperLink {
                 let _ = socket.send_watch_limit(state.watchdog);
                 state.holder = DescriptorHolder::Keeper(Arc::new(socket));
                 state.keeper = Some(pid);
-                tracing::warn!("the keeper of the mount was killed; another one has its place");
+                tracing::warn!(
+                    "firn-keeper, which restarts firnd, was killed; another one has taken its place"
+                );
             }
             Err(error) => {
                 state.keepers_started = KEEPERS_MAX;
-                tracing::error!(%error, "the keeper of the mount was killed, and no other one can be started: if firnd dies, programs lose the mount");
+                tracing::error!(%error, "firn-keeper, which restarts firnd, was killed, and another one cannot be \
+                    started: if firnd dies, programs lose the mount");
             }
         }
     }

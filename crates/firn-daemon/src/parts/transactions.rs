@@ -150,7 +150,7 @@ impl Part for Transactions {
         let obstacle = find_upgrade_obstacle(&self.gate)?;
         Some(Reply::Error {
             errno: libc::EBUSY,
-            message: format!("a transaction does not outlive this firnd: {obstacle}"),
+            message: format!("the upgrade would abort a transaction: {obstacle}"),
         })
     }
 

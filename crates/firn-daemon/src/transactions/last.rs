@@ -33,7 +33,8 @@ pub(crate) fn refuse_changes_after_decided_commits(gate: &TransactionGate) {
         if let TransactionHandle::Decided(_) = transaction
             && let Err(error) = transaction.refuse_changes()
         {
-            tracing::warn!(%error, scope = %shown_scope(transaction.scope()), "changes cannot be refused, so they may wait for a commit");
+            tracing::warn!(%error, scope = %shown_scope(transaction.scope()), "cannot refuse changes in a transaction, \
+                so programs that make them may wait for its commit");
         }
     }
 }
@@ -42,7 +43,8 @@ pub(crate) fn refuse_changes_after_decided_commits(gate: &TransactionGate) {
 pub(crate) fn refuse_all_changes(gate: &TransactionGate) {
     for transaction in gate.store().open_transactions() {
         if let Err(error) = transaction.refuse_changes() {
-            tracing::warn!(%error, scope = %shown_scope(transaction.scope()), "changes of a transaction cannot be refused");
+            tracing::warn!(%error, scope = %shown_scope(transaction.scope()), "cannot refuse changes in a transaction, \
+                so programs that make them may wait");
         }
     }
 }
@@ -58,7 +60,7 @@ pub(crate) fn find_upgrade_obstacle(gate: &TransactionGate) -> Option<String> {
     Some(if transaction.is_of_names() {
         format!("a checkpoint of a commit rule is open in {scope}: try again when it is complete")
     } else {
-        format!("a transaction is open in {scope}: firn commit or firn abort it first")
+        format!("a transaction is open in {scope}: run `firn commit` or `firn abort` there first")
     })
 }
 
@@ -95,11 +97,12 @@ fn describe_undecided(transaction: &TransactionHandle<'_, LoggableStore>) -> Opt
     let scope = shown_scope(&transaction.path_now());
     match transaction {
         TransactionHandle::Prepared(prepared) => Some(format!(
-            "a transaction in {scope} is prepared with id {}: firn commit or firn abort it, or use --force, which leaves it to the next mount without the data written since",
+            "a transaction in {scope} is prepared with id {}: run `firn commit` or `firn abort`, or use --force, which \
+             leaves it to the next mount without the data written since",
             prepared.id()
         )),
         TransactionHandle::Open(_) => Some(format!(
-            "a transaction is open in {scope}: firn commit or firn abort it, or use --force, which undoes it"
+            "a transaction is open in {scope}: run `firn commit` or `firn abort`, or use --force, which undoes it"
         )),
         TransactionHandle::Decided(_) => None,
     }

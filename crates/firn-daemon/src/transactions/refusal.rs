@@ -118,7 +118,7 @@ fn refuse_vote(error: &VoteError, scope: &str) -> Refusal {
         VoteError::NotVoted { .. } => (libc::EINVAL, error.to_string()),
         VoteError::LastVoteNotOver { .. } => (
             libc::EBUSY,
-            format!("{scope}: {error}: run firn abort there"),
+            format!("{scope}: {error}: run `firn abort` on these hosts"),
         ),
         VoteError::GivenUp { .. } => (
             libc::ECANCELED,

@@ -357,7 +357,8 @@ impl<B: Backing> Drainer<B> {
             JobErrorSource::Backing => "write to the backing",
         };
         let wait_ms = failure.retry_at.saturating_duration_since(now).as_millis() as u64;
-        tracing::warn!(path = %file.shown(), %errno, count, wait_ms, what = failed_call, "drain failed; the data is kept and tried again");
+        tracing::warn!(path = %file.shown(), %errno, count, wait_ms, what = failed_call, "cannot drain a file; its \
+            data is kept and tried again");
         self.base
             .errors
             .record(path, errno, format!("{failed_call} failed: {errno}"));

@@ -103,7 +103,8 @@ impl<B: Backing> Room<B> {
             }
             Err(errno) => {
                 self.base.arena.end_memory_file(&task.memory);
-                tracing::info!(path = %task.file.shown(), %errno, "cannot copy a file into a memory file; its data remains in the arena");
+                tracing::info!(path = %task.file.shown(), %errno, "cannot copy a file to where programs read it \
+                    directly from memory; its data remains in the arena");
             }
         }
         self.wake_writers();
@@ -171,7 +172,7 @@ impl<B: Backing> Room<B> {
                 next_chunk: 0,
             }),
             Err(errno) => {
-                tracing::info!(%errno, "cannot make a memory file");
+                tracing::info!(%errno, "cannot make memory that programs read directly");
                 None
             }
         }

@@ -106,7 +106,7 @@ impl<B: Backing> Room<B> {
         let path: BytePath = spill_path.as_slice().into();
         let retry = self.spill.record_failure();
         let count = retry.failure_count;
-        tracing::warn!(%path, %errno, count, "spilling failed; the data stays in memory");
+        tracing::warn!(%path, %errno, count, "cannot move data to the spill file; it stays in memory");
         self.base.errors.record(
             spill_path.clone(),
             errno,

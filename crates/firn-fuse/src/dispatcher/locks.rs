@@ -303,7 +303,8 @@ impl<B: Backing, R: Responder> LockedAppend<B, R> {
         let answer = self.answer;
         let answer_after_release = move |released: Result<(), Errno>| {
             if let Err(error) = released {
-                tracing::warn!(%error, ino = file, "cannot release the lock of a file's end: appends of other hosts may have to wait");
+                tracing::warn!(%error, ino = file, "cannot release the lock on the end of a file: appends of other \
+                    hosts may have to wait");
             }
             match appended {
                 Ok(appended) => answer.send(appended),

@@ -729,7 +729,7 @@ impl<B: Backing> LockThread<B> {
                 Ok(_) => Errno::STALE,
                 Err(error) => error,
             };
-            tracing::error!(%error, "a kept lock file cannot be used: its locks are lost");
+            tracing::error!(%error, "cannot use a lock file that the earlier firnd kept: its locks are lost");
             if let Some(keeping) = &self.keeping {
                 // The close of the last descriptor releases the locks.
                 keeping.drop_lock_file(ino);

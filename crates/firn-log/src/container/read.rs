@@ -697,7 +697,8 @@ impl<B: Backing> Container<B> {
             .map(|writer| writer.log_name(block.span.log))
             .unwrap_or_default();
         self.record_fault(format!(
-            "a block of a log is damaged or missing, so its bytes cannot be read: container {}, log {log}, offset {}",
+            "cannot read bytes of a logged file, because a block of its logs is damaged or missing: container {}, log \
+             {log}, offset {}",
             self.name,
             block.position()
         ));

@@ -423,7 +423,7 @@ impl<B: Backing> Container<B> {
             return Ok(());
         }
         self.record_fault(format!(
-            "an index with bytes that count is missing, so the logged file cannot be read: container {}, index {}",
+            "the logged file cannot be read, because an index of its logs is missing: container {}, index {}",
             self.name,
             writer.index_name()
         ));
@@ -450,7 +450,8 @@ impl<B: Backing> Container<B> {
             return Ok(());
         }
         self.record_fault(format!(
-            "a frame that counts is damaged or missing, so the logged file cannot be read: container {}, index {}, offset {offset}",
+            "the logged file cannot be read, because an entry of an index of its logs is damaged or missing: container \
+             {}, index {}, offset {offset}",
             self.name,
             writer.index_name()
         ));

@@ -292,7 +292,8 @@ impl<B: Backing> Backups<B> {
             if let Some(copy) = &mut state.copy
                 && let Err(errno) = mirror.withdraw(copy)
             {
-                tracing::warn!(%errno, "the backup still has the manifest of a prepare that failed");
+                tracing::warn!(%errno, "cannot remove the copy of a transaction from the backup, after its prepare \
+                    failed");
             }
         });
     }

@@ -153,7 +153,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
 
 /// Returns the reason of a vote that was given up because some hosts did not publish their accesses in time.
 fn incomplete_vote_text(published_count: usize, expected: usize, missing: &[String]) -> String {
-    let mut text = format!("only {published_count} of {expected} hosts came");
+    let mut text = format!("only {published_count} of {expected} hosts took part in time");
     if !missing.is_empty() {
         text += &format!(", {} missing", missing.join(", "));
     }

@@ -302,7 +302,8 @@ impl<B: Backing> SharedTransactions<B> {
             None => Ok(()),
         });
         if let Err(errno) = withdrawn {
-            tracing::warn!(%errno, "cannot withdraw this host from a transaction: others wait until its next start");
+            tracing::warn!(%errno, "cannot withdraw this host from a transaction: other hosts wait for it until firnd \
+                starts here again");
         }
     }
 

@@ -117,7 +117,7 @@ fn ask_child_for_findings(request: &ExaminationRequest, check: &Check) -> Vec<Fi
     match ask_child(arguments, request.timeout) {
         Ok(findings) => findings,
         Err(ChildFailure::Refused { text, .. }) => vec![Finding::note(
-            format!("the check ended without a finding: {text}"),
+            format!("the check ended without a result: {text}"),
             "please report this as a fault of Firn",
         )],
         Err(ChildFailure::TimedOut) if check.group == CheckGroup::Host => vec![Finding::note(

@@ -145,12 +145,12 @@ fn advice_for_open_logs(host: &Host) -> String {
     };
     let condition = match report {
         Some(report) if report.written_files == 0 && report.held_bytes > 0 => format!(
-            "the bytes of them that it holds are drained (`firn drain{}` on {name})",
+            "the bytes that it holds of them are drained (`firn drain{}` on {name})",
             mount_point_argument(Some(report))
         ),
         _ => "its programs close them".to_owned(),
     };
-    format!("{name} keeps {files} from being flattened until {condition}{file_list}")
+    format!("{name} keeps {files} in logs until {condition}{file_list}")
 }
 
 /// Returns the mount point with a space before it, for a command line. Returns an empty text if it is unknown.

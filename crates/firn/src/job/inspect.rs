@@ -148,7 +148,7 @@ impl Job {
         let unreported_hosts = hosts.iter().filter(lacks_report).count();
         if unreported_hosts > 0 {
             notes.push(format!(
-                "the sums do not include {} without a report",
+                "the sums leave out {} without a report",
                 text::count(unreported_hosts as u64, "host")
             ));
         }

@@ -255,9 +255,7 @@ fn format_orphan(orphan: &FoundOrphan) -> String {
         "file" => format!("{} without a name", bytes(orphan.bytes)),
         "link" => "a name that was being made".to_owned(),
         "logs" => "their file is not in the backing: kept, because the file may return".to_owned(),
-        "removed-logs" => {
-            "their file has been removed, and a host had begun to remove them".to_owned()
-        }
+        "removed-logs" => "their file was removed, and a host had begun to remove them".to_owned(),
         _ => "its file is not in the lane".to_owned(),
     };
     let removal = if orphan.is_removed { ", removed" } else { "" };

@@ -130,7 +130,7 @@ fn format_explanation(path: &Path, explanation: &Explanation) -> String {
     };
     let new_place = match &explanation.lane {
         Some(lane) => format!("a new file of this name goes to {lane}"),
-        None => "a new file of this name goes where it fits".to_owned(),
+        None => "the lane of a new file of this name is not fixed".to_owned(),
     };
     format!("{present_place}\n{new_place}: {}\n", explanation.reason)
 }

@@ -187,7 +187,7 @@ fn summarize(mount: &Mount, waited: &WaitSummary, kept_bytes: Option<u64>) -> St
     let point = text::path(&mount.mount_point);
     let backing = text::path(&mount.backing);
     match kept_bytes {
-        Some(0) => format!("unmounted {point}; nothing was held that {backing} does not have"),
+        Some(0) => format!("unmounted {point}; {backing} already had all its data"),
         Some(kept_bytes) => {
             let kept = text::bytes(kept_bytes);
             format!(

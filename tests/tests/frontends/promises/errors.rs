@@ -25,7 +25,7 @@ fn a_write_is_told_once_for_each_try_that_failed() {
     let mut file = Hand::open(&mount.join("file"));
     fault.fail_writes("EIO");
     file.write(1, 0, 10_000).expect("write");
-    let tries = || sandbox.logs().matches("drain failed").count();
+    let tries = || sandbox.logs().matches("cannot drain a file").count();
     wait_until("a try has failed", LIMIT, || tries() > 0);
     assert_eq!(
         file.write(2, 10_000, 10_000),

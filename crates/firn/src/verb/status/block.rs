@@ -295,7 +295,7 @@ fn add_main_lines(status: &Status, paint: Paint, lines: &mut BlockLines) {
         add_line(
             "logged",
             format!(
-                "{} of this host in logs of {}",
+                "{} of this host are in logs of {}",
                 bytes(status.logged_bytes),
                 count(status.logged_files, "file")
             ),
@@ -597,7 +597,7 @@ fn lane_text(lane: &LaneStatus, paint: Paint) -> String {
     let held = bytes(lane.held_bytes);
     let held_files = count(lane.held_files, "file");
     let mut text = format!(
-        "{}: {placement}{held} held in {held_files}, {} in line, {} of {} writers busy",
+        "{}: {placement}{held} held in {held_files}, {} queued, {} of {} writers busy",
         lane.path, lane.queued_files, lane.writers, lane.max_writers
     );
     if let Some(present_file) = &lane.file {
@@ -637,7 +637,7 @@ fn token_text(token: &TokenStatus, paint: Paint) -> String {
         (TokenState::Without, _) => paint.warning(&format!("writing without it for {time}")),
     };
     let mut text = format!(
-        "{state}; granted {} times, waited {} in all, {} times without",
+        "{state}; granted {} times, waited {} in all, {} times written without",
         token.granted,
         seconds(token.waited_seconds),
         token.went_without
@@ -799,7 +799,7 @@ fn partner_text(partner: &PartnerStatus, paint: Paint) -> String {
 /// Returns how much of the spill file is in use, and how much was moved to it.
 fn spilled_text(spill: &SpillStatus) -> String {
     format!(
-        "{} of {} in {}, {} moved{}",
+        "{} of {} in use in {}, {} moved there{}",
         bytes(spill.used_bytes),
         bytes(spill.bytes),
         spill.path,
