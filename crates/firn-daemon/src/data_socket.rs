@@ -6,7 +6,7 @@
 //!   *slab*, a part of the arena for one writer.
 //! * A *direct list* says where the bytes of a file are in the arena, so that a process can read them there.
 //! * A *stub* is an empty file on tmpfs, which a mount without FUSE shows. The preload library sends the calls of a
-//! program on it to this socket.
+//!   program on it to this socket.
 //!
 //! Promises
 //! * Only processes of firnd's own user are answered (SO_PEERCRED).
