@@ -314,7 +314,7 @@ mod tests {
     #[test]
     fn samples_of_two_mounts_stand_under_one_head() {
         let text = text(&[Status::example(), another()]);
-        let head = "# HELP firn_failed_requests_total Requests of the kernel that failed, by operation. Lookups of missing \
+        let head = "# HELP firn_failed_requests_total Failed requests of the kernel, by operation; lookups of missing \
                     names count too.\n# TYPE firn_failed_requests_total counter\n";
         let sample = |mount_point: &str| {
             format!(
