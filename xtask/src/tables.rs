@@ -13,7 +13,7 @@ mod tests {
     use std::process::Command;
 
     const CRATES: &str = "crate | is";
-    const THREADS: &str = "thread | number | does";
+    const THREADS: &str = "thread | does";
     const TESTS: &str = "about | system tests | tests of crates";
     /// Crates whose threads users never see.
     const WORKSHOP: [&str; 2] = ["firn-bench", "firn-testfs"];
