@@ -372,7 +372,7 @@ impl<B: Backing> History<B> {
 
     /// Removes the directory `dir`, in the backing, of a transaction that has ended. If the history keeps its log,
     /// removes only what an undo of the commit does not need.
-    pub(crate) fn remove_or_keep_for_undo(
+    pub(crate) fn discard_ended_transaction(
         &self,
         transactions_dir: &B::Inode,
         serial: u64,
@@ -425,7 +425,7 @@ impl<B: Backing> History<B> {
 
     /// After a crash, completes interrupted work on the logs that are kept for an undo of commits. Removes files that
     /// an undo does not need, and directories without a log.
-    pub(crate) fn clear_kept_logs(&self, transactions_dir: &B::Inode) -> Result<(), StoreError> {
+    pub(crate) fn finish_log_cleanup(&self, transactions_dir: &B::Inode) -> Result<(), StoreError> {
         let mut is_synced = false;
         for (name, ..) in staging::list(&self.lower.base, transactions_dir)? {
             let name = String::from_utf8_lossy(&name).into_owned();
@@ -615,7 +615,7 @@ impl<B: Backing> TransactionalBacking<B> {
         }
         // The number of the last commit shows that the backup of an applied commit is not needed. This number changes
         // below, so such backups must not count any more.
-        self.backups.withdraw_ended()?;
+        self.backups.withdraw_backups_of_applied()?;
         let mut areas = vec![Area::Tree(Arc::clone(root))];
         // The undone commit may have given the directory its name.
         areas.extend(root.parent().map(Area::Dir));

@@ -260,11 +260,11 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
 
     /// Aborts a transaction: takes the steps `CallOff` and `Undo`.
     pub fn abort(&self, transaction: TransactionHandle<'a, B>) -> Result<(), TransactionError> {
-        let call_off = Step::CallOff {
+        let decide_abort = Step::CallOff {
             transaction,
             then: Box::new(Step::Over(Answer::Done)),
         };
-        self.run_steps(call_off).map(drop)
+        self.run_steps(decide_abort).map(drop)
     }
 
     /// Applies a decided commit and reports its end to the mount. Does nothing if the commit is applied already.
@@ -366,7 +366,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     /// Calls the function of the step. That function alone chooses the next step.
     fn dispatch_step(&self, step: Step<'a, B>) -> Result<Step<'a, B>, TransactionError> {
         match step {
-            Step::Clear { path, transactions } => self.clear_last_commit(path, transactions),
+            Step::Clear { path, transactions } => self.finish_blocking_commit(path, transactions),
             Step::Begin { target, path, then } => self.begin(&target, &path, *then),
             Step::Create { path, maker } => self.create(&path, maker),
             Step::ApplyBefore { commit, open, goal } => self.apply_before(commit, open, goal),
@@ -379,13 +379,13 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
                 commit,
                 begins_next,
             } => self.answer_applied(commit, begins_next),
-            Step::CallOff { transaction, then } => self.call_off(transaction, then),
+            Step::CallOff { transaction, then } => self.decide_abort(transaction, then),
             Step::Undo { transaction, then } => self.undo(&transaction, *then),
             Step::FinishUndo {
                 path,
                 transactions,
                 id,
-            } => self.finish_undo(path, transactions, id),
+            } => self.first_restore_step(path, transactions, id),
             Step::FinishCommit { transaction, id } => self.finish_commit(&transaction, id),
             Step::Restore {
                 target,

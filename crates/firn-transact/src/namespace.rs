@@ -174,9 +174,9 @@ impl<B: Backing> Namespace<B> {
         }
         self.top_overlay.must_not_be_top(parent, name)?;
         // In shadow mode (changes are made at once) this saves the old names of `parent`, and returns `None`.
-        let buffering_scope = self
-            .originals
-            .buffering_scope(scope.clone(), parent, NO_BYTES)?;
+        let buffering_scope =
+            self.originals
+                .save_unless_buffering(scope.clone(), parent, NO_BYTES)?;
         let Some(buffering_scope) = buffering_scope else {
             return self.make_in_backing(parent, name, shadow_of(&scope), make);
         };
@@ -330,7 +330,7 @@ impl<B: Backing> Namespace<B> {
                 .subdirectories_in_root
                 .fetch_add(added_subdirectories, Ordering::AcqRel);
         }
-        change.names_changed_at = Some(Time::now());
+        change.entries_changed_at = Some(Time::now());
         if let Some(object) = object {
             object.move_to(dir, name);
         }
@@ -342,7 +342,7 @@ impl<B: Backing> Namespace<B> {
         let mut state = claimed.edit();
         let change = scope.get_or_create_change(object, &mut state);
         change.link_delta += added_links;
-        change.own_names_changed_at = Some(Time::now());
+        change.links_changed_at = Some(Time::now());
     }
 
     /// Records that an object lost a name in the transaction `scope`, which keeps its changes back until the commit.
@@ -357,7 +357,7 @@ impl<B: Backing> Namespace<B> {
             let mut state = claimed.edit();
             let is_new = state.base.is_none();
             let change = scope.get_or_create_change(object, &mut state);
-            change.own_names_changed_at = Some(Time::now());
+            change.links_changed_at = Some(Time::now());
             if object.kind == Kind::Dir {
                 change.is_removed = true;
             } else {
@@ -503,7 +503,10 @@ impl<B: Backing> Namespace<B> {
             return Err(Errno::NOENT);
         }
         // Only a transaction that keeps its changes back until the commit (buffer mode) records the link in tables.
-        let Some(scope) = self.originals.buffering_scope(scope, parent, NO_BYTES)? else {
+        let Some(scope) = self
+            .originals
+            .save_unless_buffering(scope, parent, NO_BYTES)?
+        else {
             return self.add_link_in_backing(object, parent, name);
         };
         if parent.kind != Kind::Dir {

@@ -194,7 +194,7 @@ impl<B: Backing> Endings<B> {
     ) -> bool {
         let removed = self
             .history
-            .remove_or_keep_for_undo(transactions_dir, serial, dir);
+            .discard_ended_transaction(transactions_dir, serial, dir);
         if let Err(errno) = removed {
             tracing::warn!(%errno, serial, "cannot remove the staged files of a transaction; firnd tries again");
             self.scopes.add_leftover(serial, dir);

@@ -318,7 +318,7 @@ impl<B: Backing> StoredScopes<B> {
     /// programs see the old tree in its scope and cannot change it.
     ///
     /// `dir` is the transaction's directory in the backing, and `record` its log of changes.
-    pub(crate) fn wait_for_decision(
+    pub(crate) fn register_prepared(
         &self,
         serial: u64,
         dir: B::Inode,
@@ -486,7 +486,7 @@ impl<B: Backing> Recovery<B> {
         }
         self.endings.finish_commit(dir, (log, direction), *serial)?;
         self.history
-            .remove_or_keep_for_undo(transactions_dir, *serial, dir)?;
+            .discard_ended_transaction(transactions_dir, *serial, dir)?;
         let id = log.id_after(direction);
         outcome.finished.push(id);
         // If the programs of the transaction still run (it is in `living`), they may still request its commit.
@@ -509,7 +509,7 @@ impl<B: Backing> Recovery<B> {
         for stored in self.lower.stored_transactions(transactions_dir)? {
             self.recover_stored(transactions_dir, &stored, outcome)?;
         }
-        self.history.clear_kept_logs(transactions_dir)?;
+        self.history.finish_log_cleanup(transactions_dir)?;
         Ok(())
     }
 
@@ -528,7 +528,7 @@ impl<B: Backing> Recovery<B> {
         // No new transaction may get the same serial number, and thus the same directory.
         self.scopes.skip_serial(*serial);
         // This comes first: it stores a decision of the other hosts, which `load_decided` then finds.
-        let prepared = self.load_prepared(stored)?;
+        let prepared = self.settle_prepared(stored)?;
         if let Some((log, direction)) = self.load_decided(stored)? {
             return self.finish_decided(transactions_dir, stored, (&log, direction), outcome);
         }
@@ -539,7 +539,7 @@ impl<B: Backing> Recovery<B> {
         if let Some(record) = prepared {
             outcome.waiting.push((record.id, record.scope.clone()));
             let dir = dir.clone();
-            return Ok(self.stored_scopes.wait_for_decision(*serial, dir, record)?);
+            return Ok(self.stored_scopes.register_prepared(*serial, dir, record)?);
         }
         // Without the mark `open` the transaction has ended, and only its directory is left.
         let scope = staging::load_scope(&self.lower.base, dir, staging::OPEN)?;
@@ -557,7 +557,10 @@ impl<B: Backing> Recovery<B> {
     ///
     /// The other hosts may have decided while this host was down. If so, their decision is stored: a committed record
     /// is renamed to `commit`, and an aborted one is removed.
-    fn load_prepared(&self, stored: &StoredTransaction<B>) -> Result<Option<ChangeLog>, OpenError> {
+    fn settle_prepared(
+        &self,
+        stored: &StoredTransaction<B>,
+    ) -> Result<Option<ChangeLog>, OpenError> {
         let StoredTransaction { name, dir, .. } = stored;
         let Some(record) = self.lower.load_record(dir, name, staging::RECORD)? else {
             return Ok(None);

@@ -36,7 +36,7 @@ use crate::error::StoreError;
 use crate::own::is_path;
 pub(crate) use crate::own::{
     clear as remove_contents, clear_but as remove_contents_except, find, find_dir, list, make_dir,
-    must_find_dir, new_name, own_caller as firnd_caller, read_file, replace_file,
+    must_find_dir, new_name, own_caller as daemon_caller, read_file, replace_file,
     replace_file_unsynced, write_all, write_new_file,
 };
 
@@ -109,7 +109,7 @@ pub(crate) fn load_scope<B: Backing>(
 
 /// Makes an object other than a regular file, of the kind in `mode`: a directory, a symbolic link to `target`, or a
 /// special file with the device number `rdev`. The caller sets its attributes.
-pub(crate) fn make_special<B: Backing>(
+pub(crate) fn make_non_file<B: Backing>(
     base: &B,
     dir: &B::Inode,
     name: &OsStr,
@@ -118,11 +118,11 @@ pub(crate) fn make_special<B: Backing>(
     target: &[u8],
 ) -> Result<B::Inode> {
     let (inode, _) = match mode & libc::S_IFMT {
-        libc::S_IFDIR => base.mkdir(&firnd_caller(), dir, name, 0o700)?,
-        libc::S_IFLNK => base.symlink(&firnd_caller(), dir, name, OsStr::from_bytes(target))?,
+        libc::S_IFDIR => base.mkdir(&daemon_caller(), dir, name, 0o700)?,
+        libc::S_IFLNK => base.symlink(&daemon_caller(), dir, name, OsStr::from_bytes(target))?,
         kind => {
             let mode = kind | 0o600;
-            base.make(&firnd_caller(), dir, name, NewKind::Node { mode, rdev })?
+            base.make(&daemon_caller(), dir, name, NewKind::Node { mode, rdev })?
         }
     };
     Ok(inode)

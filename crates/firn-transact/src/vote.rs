@@ -606,7 +606,7 @@ impl<B: Backing> Votes<B> {
                 reason: "its firnd was restarted".into(),
             });
         }
-        self.must_be_changeable(scope, id)?;
+        self.end_vote_before_reopen(scope, id)?;
         self.lower
             .base
             .unlink(&scope.dir, OsStr::new(staging::RECORD))?;
@@ -621,7 +621,7 @@ impl<B: Backing> Votes<B> {
     ///
     /// Ends the vote without a commit first. If the hosts have already agreed and none has aborted, they may
     /// commit at any time, so nothing may change any more; this function then fails with `Decided`.
-    fn must_be_changeable(&self, scope: &Scope<B>, id: u64) -> Result<(), VoteError> {
+    fn end_vote_before_reopen(&self, scope: &Scope<B>, id: u64) -> Result<(), VoteError> {
         if self.shared.find_shared(&scope.path)?.is_none() {
             return Ok(());
         }

@@ -34,7 +34,7 @@ pub(super) fn copy_to_backup<B: Backing>(
     let size = base.attr_of_file(&staged_file)?.size;
     unlink_if_exists(store, dir, OsStr::new(name)).map_err(backup_failed)?;
     let (_, backup_file, _) = store
-        .create(&staging::firnd_caller(), dir, OsStr::new(name), 0o600)
+        .create(&staging::daemon_caller(), dir, OsStr::new(name), 0o600)
         .map_err(backup_failed)?;
     let source = OpenFile {
         backing: base,

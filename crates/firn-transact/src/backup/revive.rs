@@ -97,9 +97,9 @@ impl<B: Backing> Revival<B> {
             .map_err(|_| ReviveError::Damaged {
                 file: super::MANIFEST.into(),
             })?;
-        self.must_precede(manifest)?;
+        self.check_state_before(manifest)?;
         let found_objects = self.find_objects(manifest)?;
-        self.must_have_room(manifest, &found_objects)?;
+        self.check_applicable(manifest, &found_objects)?;
         let backup = BackupDir { store, dir };
         let transactions_dir = self.link_counts.make_hidden_transactions_dir()?;
         let serial = self.scopes.next_serial();
@@ -130,7 +130,7 @@ impl<B: Backing> Revival<B> {
             RenameFlags::empty(),
         )?;
         self.lower.base.sync_dir(&dir)?;
-        Ok(self.stored_scopes.wait_for_decision(serial, dir, record)?)
+        Ok(self.stored_scopes.register_prepared(serial, dir, record)?)
     }
 
     /// Finds all objects of the backing that the manifest (the change log in a backup) refers to, by their paths.
@@ -174,7 +174,7 @@ impl<B: Backing> Revival<B> {
     /// Checks that the backing has the state from before the transaction of `manifest`, the change log in a backup. No
     /// stored transaction may overlap its scope, the directory that it covers, and the last commit of the scope must be
     /// the one before it. A backing without `.firn` has no last commit and passes.
-    fn must_precede(&self, manifest: &ChangeLog) -> Result<(), ReviveError> {
+    fn check_state_before(&self, manifest: &ChangeLog) -> Result<(), ReviveError> {
         let scope_after = manifest.scope_after(Direction::Redo);
         let overlapping = self.scopes.paths_where(|scope| {
             is_at_or_below(&scope.path, &manifest.scope)
@@ -249,7 +249,7 @@ impl<B: Backing> Revival<B> {
     /// Checks for two things that would stop the application of a commit to the backing half-way: a new name that
     /// exists already, and a removed directory that would not be empty. `log` has the transaction's changes; each entry
     /// has the names that its object has only `before` and only `after` it.
-    fn must_have_room(
+    fn check_applicable(
         &self,
         log: &ChangeLog,
         found_objects: &FoundObjects<B>,
@@ -371,13 +371,13 @@ impl<B: Backing> Revival<B> {
         let mode = stored.attributes.mode;
         let inode = if mode & libc::S_IFMT == libc::S_IFREG {
             let (inode, file, _) =
-                base.create(&staging::firnd_caller(), staging_dir, name, 0o600)?;
+                base.create(&staging::daemon_caller(), staging_dir, name, 0o600)?;
             if let Some(content) = &stored.content {
                 copy_from_backup(backup, content, base, &file)?;
             }
             inode
         } else {
-            staging::make_special(base, staging_dir, name, mode, stored.rdev, &stored.target)?
+            staging::make_non_file(base, staging_dir, name, mode, stored.rdev, &stored.target)?
         };
         staging::set_attributes(base, &inode, &stored.attributes)?;
         Ok(inode)

@@ -328,7 +328,7 @@ impl<B: Backing> Backups<B> {
 
     /// Withdraws the copies of applied transactions that are not removed yet. Called before the number of the last
     /// commit changes, because that number shows that they are applied.
-    pub(crate) fn withdraw_ended(&self) -> Result<(), BackupError> {
+    pub(crate) fn withdraw_backups_of_applied(&self) -> Result<(), BackupError> {
         let Some(mirror) = self.mirror.get() else {
             return Ok(());
         };

@@ -30,7 +30,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     ///
     /// This comes before changes are stopped (the quiesce). Writes of pending data to the backing, which wait for the
     /// outcome, must end first, because their data can be dropped only then.
-    pub(super) fn call_off(
+    pub(super) fn decide_abort(
         &self,
         transaction: TransactionHandle<'a, B>,
         then: Box<Step<'a, B>>,

@@ -27,7 +27,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     /// earlier firnd decided it, or data that was written after it is in memory. Returns the step `Begin`.
     ///
     /// `transactions` are those of the directory at `path`.
-    pub(super) fn clear_last_commit(
+    pub(super) fn finish_blocking_commit(
         &self,
         path: Vec<u8>,
         transactions: ScopeTransactions<'a, B>,

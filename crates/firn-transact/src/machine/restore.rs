@@ -24,7 +24,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     ///
     /// `transactions` are those of the directory: a decided commit that is not applied to the backing yet, and an
     /// undecided transaction, which follows it. Either may be missing.
-    pub(super) fn finish_undo(
+    pub(super) fn first_restore_step(
         &self,
         path: Vec<u8>,
         transactions: ScopeTransactions<'a, B>,

@@ -45,7 +45,7 @@ impl<B: Backing> Namespace<B> {
             .save_object(scope, shadow, parent, NO_BYTES)?;
         let dir = parent.inode(&self.lower.base)?;
         if !shadow.is_new(object.key.ino) {
-            self.move_to_kept(scope, shadow, object, &dir, name)?;
+            self.keep_for_abort(scope, shadow, object, &dir, name)?;
         } else if object.kind == Kind::Dir {
             self.lower.base.rmdir(&dir, name)?;
             self.forget_if_nameless(shadow, object);
@@ -78,7 +78,7 @@ impl<B: Backing> Namespace<B> {
     /// Moves an object of the backing that existed before the transaction from `name` in `dir` to `kept/`, the
     /// directory of removed objects. Programs do not see it there; an abort restores it. `shadow` is the saved old
     /// state.
-    fn move_to_kept(
+    fn keep_for_abort(
         &self,
         scope: &Scope<B>,
         shadow: &Shadow<B>,
@@ -196,7 +196,7 @@ impl<B: Backing> Namespace<B> {
             // An earlier removal of another name has kept the object already.
             Err(Errno::EXIST) => rename_in_backing()?,
             Err(_) => {
-                self.move_to_kept(scope, shadow, target, &dir, new.name)?;
+                self.keep_for_abort(scope, shadow, target, &dir, new.name)?;
                 if let Err(errno) = rename_in_backing() {
                     self.link_counts.record_links_uncertain(scope, target);
                     // If this fails too, the object stays in `kept/`, and an abort restores it.

@@ -51,7 +51,7 @@ impl<B: Backing> Originals<B> {
     ///
     /// Returns the scope of a transaction in buffer mode, which must get the change. Returns `None` if the change goes
     /// to the backing at once: outside of transactions, and in shadow mode after the old state was saved.
-    pub(crate) fn buffering_scope(
+    pub(crate) fn save_unless_buffering(
         &self,
         scope: Option<Arc<Scope<B>>>,
         object: &Arc<Object<B>>,
@@ -300,7 +300,7 @@ impl<B: Backing> Originals<B> {
             let number = shadow.last_file_number.fetch_add(1, Ordering::Relaxed) + 1;
             let name = format!("{prefix}-{number}");
             let created = self.lower.base.create(
-                &staging::firnd_caller(),
+                &staging::daemon_caller(),
                 &shadow.saved,
                 OsStr::new(&name),
                 0o600,

@@ -362,7 +362,7 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         self.plan_top()?;
         self.plan_names()?;
         self.record_unchanged_names();
-        self.plan_kept()?;
+        self.scan_kept()?;
         self.collect_restored_names();
         let saved: Vec<u64> = self.saves.keys().copied().collect();
         for ino in saved {
@@ -535,7 +535,7 @@ impl<'a, B: Backing> UndoPass<'a, B> {
 
     /// Plans the removal of new directories that an earlier attempt of the undo moved to `kept/`, the directory of
     /// removed objects. Collects the inode numbers of all objects there.
-    fn plan_kept(&mut self) -> Result<()> {
+    fn scan_kept(&mut self) -> Result<()> {
         for (name, ino, kind) in staging::list(self.base, &self.shadow.kept)? {
             self.inos_in_kept.insert(ino);
             if self.preexisting.contains(&ino) || kind.is_some_and(|kind| kind != Kind::Dir) {

@@ -59,13 +59,13 @@ impl<B: Backing> TransactionalBacking<B> {
             Some(shadow) if shadow.is_shared() => self.abort_shared(scope, shadow, stage)?,
             // In shadow mode the backing has the changes, so the saved old state is restored.
             Some(shadow) => {
-                self.make_abort_certain(scope, stage)?;
+                self.record_abort(scope, stage)?;
                 scope.refuse_changes_for_good();
                 self.shadow_undo.undo_shadow(scope, shadow)?;
                 self.lower.remove_records(&scope.dir)?;
             }
             // The backing does not have the changes.
-            None => self.make_abort_certain(scope, stage)?,
+            None => self.record_abort(scope, stage)?,
         }
         // The tables in memory lose the changes, so programs see the old tree.
         scope.drop_names_in_root();
@@ -88,7 +88,7 @@ impl<B: Backing> TransactionalBacking<B> {
     /// or the transaction has ended.
     ///
     /// A transaction of names with a `key` has no vote; the caller has aborted its ballot.
-    fn make_abort_certain(&self, scope: &Scope<B>, stage: Stage) -> Result<(), AbortError> {
+    fn record_abort(&self, scope: &Scope<B>, stage: Stage) -> Result<(), AbortError> {
         match stage {
             Stage::Open => {
                 if scope.key.is_none() {

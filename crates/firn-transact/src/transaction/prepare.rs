@@ -121,7 +121,7 @@ impl<B: Backing> TransactionalBacking<B> {
     ///
     /// The record takes effect when [`LowerBacking::place_record`] renames it.
     pub(crate) fn write_record(&self, scope: &Scope<B>, id: u64) -> Result<(), BackupError> {
-        let mut record = self.differences.make_record(scope, id)?;
+        let mut record = self.differences.build_change_log(scope, id)?;
         self.history.stage_undo_sides(scope, &mut record)?;
         // A firnd that took the mount over does not know which changes its predecessor had not synced.
         let synced = if scope.is_revived {
