@@ -1,7 +1,7 @@
-//! Claims: read-write locks that a thread may hold while it calls the backing, the file system below the mount.
+//! [`Claim`]: a read-write lock that a thread may hold while it calls the backing, the file system below the mount.
 //!
 //! Ordinary locks must not be held then, because the call may hang. Each claim guards one resource: the names of one
-//! transaction, one object, or one backup (docs/internals/locks.md).
+//! transaction, one object, or one backup (docs/internals/locks.md). Readers *share* the claim, and a writer *owns* it.
 //!
 //! Promises
 //! * A thread that holds a claim may call the backing.
@@ -24,7 +24,7 @@ pub(crate) struct Claim {
     owner_may_continue: Condvar,
 }
 
-/// The holders of a claim and the threads that wait for it. An *owner* has exclusive use.
+/// The holders of a claim and the threads that wait for it. An *owner* is a writer: it has exclusive use.
 #[derive(Default)]
 struct ClaimState {
     /// Number of threads that share the claim.

@@ -17,6 +17,7 @@ use firn_backing::{Attr, Backing, Errno, Kind, PlacementHint, Remove, RenameFlag
 
 use crate::attributes::Objects;
 use crate::change_log::StagedPath;
+use crate::claim::ExclusiveValue;
 use crate::link_counts::LinkCounts;
 use crate::listing::DirListings;
 use crate::lower_backing::LowerBacking;
@@ -156,7 +157,8 @@ impl<B: Backing> Namespace<B> {
     /// the object and its attributes.
     ///
     /// If a transaction keeps its changes back until the commit (buffer mode), the object is made in the transaction's
-    /// own directory, and only the tables in memory have its name. Otherwise it is made under its name.
+    /// own directory, and only the tables in memory have its name. Otherwise it is made under its name. The order of
+    /// the checks decides which error a program gets if several apply.
     pub(crate) fn make_object(
         &self,
         parent: &Arc<Object<B>>,
@@ -245,6 +247,7 @@ impl<B: Backing> Namespace<B> {
                 dir: staging_dir.name,
                 name: staged_name,
             },
+            // Both are set when the commit is applied.
             kept_inode: None,
             final_name: None,
         };
@@ -291,8 +294,8 @@ impl<B: Backing> Namespace<B> {
     /// Records in a transaction's tables in memory that a name now leads to `object`, or to nothing if `object` is
     /// `None`. The backing gets the name at the commit. `scope` is the transaction.
     ///
-    /// `old_name` says whether the name led to an object before. `added_subdirectories` is the change of the
-    /// directory's number of subdirectories.
+    /// `old_name` says whether the name led to an object before. `added_subdirectories` is 1 if the directory got a
+    /// subdirectory, -1 if it lost one, and otherwise 0.
     fn record_name_change(
         &self,
         scope: &Scope<B>,
@@ -308,7 +311,7 @@ impl<B: Backing> Namespace<B> {
         let change = scope.get_or_create_change(dir, &mut state);
         let is_in_backing = match change.names.get(name) {
             Some(name_change) => name_change.is_in_backing,
-            // A name without an entry in the tables is unchanged, so an existing one is that of the backing.
+            // The transaction has not changed the name before. If programs saw the name, it is in the backing.
             None => is_dir_in_backing && old_name == OldName::Exists,
         };
         if object.is_some() || is_in_backing {
@@ -322,6 +325,7 @@ impl<B: Backing> Namespace<B> {
             // A removed name that the backing does not have needs no entry.
             change.names.remove(name);
         }
+        // The link count of a directory counts its subdirectories.
         change.link_delta += added_subdirectories;
         // If the transaction covers only some names of `dir`, several transactions share the directory's change. Each
         // one counts its own subdirectories.
@@ -350,30 +354,10 @@ impl<B: Backing> Namespace<B> {
     /// If the object is new and has lost its last name, its staged copy in the transaction's directory is removed at
     /// once: it takes space, and the commit does not need it.
     fn record_lost_name(&self, scope: &Scope<B>, object: &Arc<Object<B>>) {
-        // No other thread changes the object's state until `claimed` is dropped. `edit` gives the state for a short
-        // time, in which the backing must not be called.
+        // No other thread changes the object's state until `claimed` is dropped.
         let claimed = object.state.acquire_exclusive();
-        let (number, staged_copy) = {
-            let mut state = claimed.edit();
-            let is_new = state.base.is_none();
-            let change = scope.get_or_create_change(object, &mut state);
-            change.links_changed_at = Some(Time::now());
-            if object.kind == Kind::Dir {
-                change.is_removed = true;
-            } else {
-                change.link_delta -= 1;
-            }
-            // `link_delta` is the difference from the link count in the backing, which is 0 for a new file.
-            let has_names = !change.is_removed && change.link_delta != 0;
-            // An object of the backing stays in the tables, because the commit removes its name. A new object with
-            // another name stays part of the commit.
-            if !is_new || has_names {
-                return;
-            }
-            let Some(staged_copy) = &change.staged_copy else {
-                return;
-            };
-            (change.number, staged_copy.clone())
+        let Some((number, staged_copy)) = note_lost_name(scope, object, &claimed) else {
+            return;
         };
         match self.unstage(object.kind, &staged_copy) {
             Ok(inode) => {
@@ -496,7 +480,8 @@ impl<B: Backing> Namespace<B> {
             return Err(Errno::XDEV);
         }
         self.top_overlay.must_not_be_top(parent, name)?;
-        // In shadow mode the next step saves the old state of `parent`, so the names are checked before it.
+        // In shadow mode the next step saves the old state of `parent`. Both objects must have a name, which buffer
+        // mode checks below, after the errors that come first there.
         if shadow_of(&scope).is_some()
             && (parent.is_gone() || self.objects.read_attr(object)?.nlink == 0)
         {
@@ -628,10 +613,13 @@ impl<B: Backing> Namespace<B> {
         if let Some(target) = target {
             self.record_lost_name(scope, target);
         }
-        // The rename adds no link (0), but it sets the change time of the object.
-        self.record_link_change(scope, source, 0);
+        // Only for the change time of the object.
+        self.record_link_change(scope, source, NO_LINKS);
+        // The old parent loses the source as a subdirectory. The new one gets it, and loses a replaced directory.
         let source_count = subdirectory_count(source);
-        let target_count = target.as_deref().map_or(0, subdirectory_count);
+        let target_count = target
+            .as_deref()
+            .map_or(NO_SUBDIRECTORIES, subdirectory_count);
         let old_target_name = if target.is_some() {
             OldName::Exists
         } else {
@@ -806,6 +794,38 @@ enum OldName {
     Exists,
     Missing,
 }
+
+/// Updates the change of an object that lost a name in the transaction `scope`. `claimed` is the exclusive use of the
+/// object's state.
+///
+/// Returns the number of the change and the staged copy if the object is new and has lost its last name. Returns `None`
+/// if the object stays part of the commit: the commit removes the name of an object of the backing, and a new object
+/// may have another name.
+fn note_lost_name<B: Backing>(
+    scope: &Scope<B>,
+    object: &Arc<Object<B>>,
+    claimed: &ExclusiveValue<'_, ObjectState<B>>,
+) -> Option<(u64, StagedCopy<B>)> {
+    let mut state = claimed.edit();
+    let is_new = state.base.is_none();
+    let change = scope.get_or_create_change(object, &mut state);
+    change.links_changed_at = Some(Time::now());
+    if object.kind == Kind::Dir {
+        change.is_removed = true;
+    } else {
+        change.link_delta -= 1;
+    }
+    // `link_delta` is the difference from the link count in the backing, which is 0 for a new file.
+    let has_names = !change.is_removed && change.link_delta != 0;
+    if !is_new || has_names {
+        return None;
+    }
+    let staged_copy = change.staged_copy.as_ref()?;
+    Some((change.number, staged_copy.clone()))
+}
+
+/// Number of links that a rename adds to the renamed object.
+const NO_LINKS: i64 = 0;
 
 /// Change of a directory's number of subdirectories when a name of a file in it changes.
 const NO_SUBDIRECTORIES: i64 = 0;

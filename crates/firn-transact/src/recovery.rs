@@ -484,7 +484,7 @@ impl<B: Backing> Recovery<B> {
             self.lower
                 .sync_applied_changes(transactions_dir, log.scope_after(direction))?;
         }
-        self.endings.finish_commit(dir, (log, direction), *serial)?;
+        self.endings.finish_commit(dir, log, direction, *serial)?;
         self.history
             .discard_ended_transaction(transactions_dir, *serial, dir)?;
         let id = log.id_after(direction);

@@ -296,7 +296,7 @@ impl<B: Backing> DecidedCommits<B> {
         drop(changed);
         apply.run()?;
         self.endings
-            .finish_commit(&scope.dir, (&log, direction), scope.serial)
+            .finish_commit(&scope.dir, &log, direction, scope.serial)
     }
 
     /// Drops what is recorded in memory of an applied commit (its tables), so that programs see the backing again. The
