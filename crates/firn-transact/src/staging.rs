@@ -9,7 +9,7 @@
 //! .firn/committed          number of the last commit of each scope: a line each, with the path in hex
 //! .firn/dropped            pending data that other arenas have to drop (`transaction::arenas`)
 //! .firn/undo-N/            a committed transaction whose undo parts are kept (`history`)
-//! .firn/tx-N/new/DIR/M     staged objects; all objects in one DIR inherit the same
+//! .firn/tx-N/new/DIR/M     staged objects; all objects in one DIR inherit the same group and default ACL
 //! .firn/tx-N/new/u/        with `history`: staged copies for the undo of the commit
 //! .firn/tx-N/away/M        objects that have lost one name and not got the next, while a commit is applied
 //! .firn/tx-N/saved/        in shadow mode: states of objects before their first change (`shadow::save`)
@@ -108,7 +108,7 @@ pub(crate) fn load_scope<B: Backing>(
 }
 
 /// Makes an object other than a regular file, of the kind in `mode`: a directory, a symbolic link to `target`, or a
-/// special file with the device number `rdev`. The caller sets its attributes.
+/// special file with the device number `rdev`. Only the owner may use it until the caller sets its attributes.
 pub(crate) fn make_non_file<B: Backing>(
     base: &B,
     dir: &B::Inode,
@@ -117,12 +117,13 @@ pub(crate) fn make_non_file<B: Backing>(
     rdev: u64,
     target: &[u8],
 ) -> Result<B::Inode> {
+    let caller = daemon_caller();
     let (inode, _) = match mode & libc::S_IFMT {
-        libc::S_IFDIR => base.mkdir(&daemon_caller(), dir, name, 0o700)?,
-        libc::S_IFLNK => base.symlink(&daemon_caller(), dir, name, OsStr::from_bytes(target))?,
-        kind => {
-            let mode = kind | 0o600;
-            base.make(&daemon_caller(), dir, name, NewKind::Node { mode, rdev })?
+        libc::S_IFDIR => base.mkdir(&caller, dir, name, 0o700)?,
+        libc::S_IFLNK => base.symlink(&caller, dir, name, OsStr::from_bytes(target))?,
+        special_kind => {
+            let mode = special_kind | 0o600;
+            base.make(&caller, dir, name, NewKind::Node { mode, rdev })?
         }
     };
     Ok(inode)

@@ -296,7 +296,7 @@ impl<B: Backing> Votes<B> {
         let Some(members) = &self.lower.members else {
             return Ok(());
         };
-        // Another host may be removing the rest of an earlier vote.
+        // A missing file or directory means that another host is removing an earlier vote of the same number.
         let not_over = |errno| match errno {
             Errno::NOENT | Errno::STALE => VoteError::LastVoteNotOver { id },
             errno => VoteError::from(errno),
@@ -445,9 +445,9 @@ impl<B: Backing> Votes<B> {
     /// Decides a commit or an abort of a transaction for all hosts, if there is no decision yet. `scope` is the path of
     /// the transaction's directory. Does nothing on a mount of one host.
     ///
-    /// Returns `Ok` if the proposal is the decision that counts, and otherwise an error that says what was decided. A
-    /// commit fails with `NotVoted` if there is no verdict. It fails with the conflict or the reason if the verdict
-    /// rules it out.
+    /// Returns `Ok` if the hosts have decided as `proposal` says, now or before, and otherwise an error that says what
+    /// was decided. A commit needs a clear verdict: without one it fails with `NotVoted`, or with the conflict or the
+    /// reason in the verdict.
     pub(crate) fn decide_vote(
         &self,
         id: u64,
@@ -467,14 +467,14 @@ impl<B: Backing> Votes<B> {
         match (proposal, vote.verdict()?) {
             (Proposal::Commit, None) => return Err(VoteError::NotVoted { id }),
             (Proposal::Commit, Some(verdict)) => verdict.into_result()?,
-            // The verdict rules the commit out already.
+            // The verdict rules the commit out already, so no decision is needed.
             (Proposal::Abort, Some(Verdict::Conflict(_) | Verdict::GivenUp { .. })) => {
                 return Ok(());
             }
             (Proposal::Abort, Some(Verdict::Clear) | None) => {}
         }
-        // The decision in the shared transaction's directory counts, because a host that has not joined this vote may
-        // abort there.
+        // In shadow mode the decision in the shared transaction's directory comes first, because a host that has not
+        // joined this vote may abort there.
         if let Some(shared) = self.shared.find_shared(scope)? {
             let decision = shared.decide(proposal)?;
             check_decision(decision, proposal, id, ABORTED_TRANSACTION)?;
@@ -616,11 +616,11 @@ impl<B: Backing> Votes<B> {
         Ok(scope.recorded_accesses.lock().take().unwrap_or_default())
     }
 
-    /// Checks that a prepared transaction of several hosts in shadow mode (changes are made at once) may be opened
-    /// again for changes. Other transactions always may.
+    /// Ends the vote on a prepared transaction for all hosts, without a commit, so that this host can open it again for
+    /// changes. Only a transaction of several hosts in shadow mode (changes are made at once) needs this.
     ///
-    /// Ends the vote without a commit first. If the hosts have already agreed and none has aborted, they may
-    /// commit at any time, so nothing may change any more; this function then fails with `Decided`.
+    /// Fails with `Decided` if the hosts have agreed already and none has aborted: they may commit at any time, so no
+    /// host may change anything.
     fn end_vote_before_reopen(&self, scope: &Scope<B>, id: u64) -> Result<(), VoteError> {
         if self.shared.find_shared(&scope.path)?.is_none() {
             return Ok(());

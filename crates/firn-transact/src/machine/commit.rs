@@ -123,8 +123,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         }
     }
 
-    /// Makes the plan of the commit: its number, when the next transaction begins, and when the commit is applied.
-    /// Returns the step `Prepare` for an open transaction of several hosts, which must vote, or else `Decide`.
+    /// Plans a commit: its number, when the next transaction begins, and when the commit is applied. Returns the step
+    /// `Prepare` for an open transaction of several hosts, which must vote, or else `Decide`.
     ///
     /// Fails if the number of the last commit cannot be read.
     pub(super) fn plan_commit(
@@ -144,14 +144,16 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         let applies_later = options.applies_later
             && !transaction.is_recovered()
             && next_begin != NextBegin::AfterOtherHosts;
+        let apply_time = if applies_later {
+            ApplyTime::AfterAnswer
+        } else {
+            ApplyTime::BeforeAnswer
+        };
         let plan = Plan {
             id,
             next_begin,
-            apply_time: if applies_later {
-                ApplyTime::AfterAnswer
-            } else {
-                ApplyTime::BeforeAnswer
-            },
+            apply_time,
+            // Known at the decision.
             path_after: Vec::new(),
         };
         Ok(match transaction {
@@ -230,8 +232,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         Ok(Step::Apply { commit, plan })
     }
 
-    /// Applies a decided commit to the backing, or schedules that and ends the request, as `plan` says. Returns the
-    /// next step.
+    /// Applies a decided commit to the backing now, or leaves that to a later time and ends the request, as `plan` says.
+    /// Returns the next step.
     pub(super) fn apply_decided(
         &self,
         commit: Decided<'a, B>,

@@ -46,28 +46,28 @@ impl<B: Backing> Originals<B> {
         }
     }
 
-    /// Prepares a change of an object, whose bytes from `from` on may change. `scope` is the transaction that has the
-    /// object.
+    /// Prepares a change of an object, whose bytes from `from_offset` on may change. `scope` is the transaction that
+    /// covers the object; `None` outside of transactions.
     ///
-    /// Returns the scope of a transaction in buffer mode, which must get the change. Returns `None` if the change goes
-    /// to the backing at once: outside of transactions, and in shadow mode after the old state was saved.
+    /// Returns the transaction if it is in buffer mode, which means that it must get the change. Returns `None` if the
+    /// change goes to the backing at once: outside of transactions, and in shadow mode after the old state was saved.
     pub(crate) fn save_unless_buffering(
         &self,
         scope: Option<Arc<Scope<B>>>,
         object: &Arc<Object<B>>,
-        from: u64,
+        from_offset: u64,
     ) -> Result<Option<Arc<Scope<B>>>> {
         if let Some(scope) = &scope
             && let Some(shadow) = &scope.shadow
         {
-            self.save_object(scope, shadow, object, from)?;
+            self.save_object(scope, shadow, object, from_offset)?;
             return Ok(None);
         }
         Ok(scope)
     }
 
-    /// Saves the old state of an object of the backing durably, including its bytes from `from` on, unless they are
-    /// saved already. An abort of the transaction restores them.
+    /// Saves the old state of an object of the backing durably, including its bytes from `from_offset` on, unless they
+    /// are saved already. An abort of the transaction restores them.
     ///
     /// `shadow` has the state that is saved so far. Several hosts may save the same object; the first log counts. Fails
     /// with EXDEV if the object is on another device.
@@ -76,13 +76,13 @@ impl<B: Backing> Originals<B> {
         scope: &Scope<B>,
         shadow: &Shadow<B>,
         object: &Arc<Object<B>>,
-        from: u64,
+        from_offset: u64,
     ) -> Result<()> {
         let ino = object.key.ino;
         let known_state = || shadow.save_states.lock().get(&ino).copied();
-        let covers_change =
-            |state: Option<SaveState>| state.is_some_and(|state| state.covers(from));
-        if covers_change(known_state()) {
+        let is_enough =
+            |state: Option<SaveState>| state.is_some_and(|state| state.covers(from_offset));
+        if is_enough(known_state()) {
             return Ok(());
         }
         if object.key.dev != shadow.dev {
@@ -95,17 +95,19 @@ impl<B: Backing> Originals<B> {
         if object.is_nameless() {
             return Ok(());
         }
+        // Another thread may have saved the object before the state was acquired.
         let mut state = known_state();
-        while !covers_change(state) {
+        while !is_enough(state) {
             let saved_by_others = self.read_logs_of_others(shadow, ino, state)?;
             if saved_by_others.is_some() {
-                // Another host has published these logs. They may not be durable yet.
+                // The logs that were just read may not be durable yet.
                 self.lower.base.sync_dir(&shadow.saved)?;
                 state = saved_by_others;
                 continue;
             }
             let inode = claimed.base().ok_or(Errno::STALE)?;
-            let saved_here = self.save_next_log(scope, shadow, object, &inode, state, from)?;
+            let saved_here =
+                self.save_next_log(scope, shadow, object, &inode, state, from_offset)?;
             // `None` means that another host published the log first. The next round reads that log.
             state = saved_here.or(state);
         }
@@ -134,7 +136,7 @@ impl<B: Backing> Originals<B> {
                 saved_from,
                 log_count,
             }) => (size, saved_from, log_count),
-            // Nothing is known, so the logs are read from the first one on.
+            // Nothing is known, so the logs are read from log 0 on, which sets size and offset.
             _ => (0, 0, 0),
         };
         let mut log_count = known_count;
@@ -149,10 +151,11 @@ impl<B: Backing> Originals<B> {
                     continue;
                 };
                 size = data.size;
-                // Log 0 saves no bytes of the file, unless it has a range.
+                // Log 0 may have no range: then no bytes of the file are saved, only its size.
                 if log_count == 0 {
                     saved_from = size;
                 }
+                // The ranges of a log are in order, so the first one has the lowest offset.
                 if let Some(range) = data.written.first() {
                     saved_from = range.start;
                 }

@@ -47,34 +47,33 @@ impl<B: Backing> TransactionalBacking<B> {
         self.tree.check_all(scope);
         self.link_counts.mark_links_ending(scope);
         let stage = *scope.stage.lock();
-        // A transaction of names with a key is decided by a ballot of all hosts.
+        // First the abort is decided. A transaction of names with a key is decided by a ballot of all hosts.
         if let (Some(key), Stage::Open | Stage::Prepared(_)) = (&scope.key, stage) {
             let is_committed = self.names_ballots.settle_or_abort(key)?;
             if is_committed {
                 return Err(StageError::Decided { id: NO_ID }.into());
             }
         }
+        // Any other transaction is decided here. In shadow mode the backing has the changes, so they are undone.
         match &scope.shadow {
-            // This decides the abort with the other hosts.
             Some(shadow) if shadow.is_shared() => self.abort_shared(scope, shadow, stage)?,
-            // In shadow mode the backing has the changes, so the saved old state is restored.
             Some(shadow) => {
                 self.record_abort(scope, stage)?;
                 scope.refuse_changes_for_good();
                 self.shadow_undo.undo_shadow(scope, shadow)?;
                 self.lower.remove_records(&scope.dir)?;
             }
-            // The backing does not have the changes.
+            // In buffer mode the backing does not have the changes.
             None => self.record_abort(scope, stage)?,
         }
-        // The tables in memory lose the changes, so programs see the old tree.
+        // Then the tables in memory lose the changes, so programs see the old tree.
         scope.drop_names_in_root();
         self.drop_changes(scope);
         scope.move_top_back();
         self.link_counts.remove_links_of_dirs(scope);
         self.endings.end_transaction(scope);
         self.endings.clean_up(scope);
-        // Other hosts wait until this host has left the vote or ballot.
+        // Last, this host leaves the vote or ballot, for which other hosts wait.
         match (&scope.key, stage) {
             (Some(key), _) => self.names_ballots.leave(key)?,
             (None, Stage::Prepared(id)) => self.votes.leave_vote(id, &scope.path)?,
@@ -83,9 +82,9 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// Makes the abort of a transaction certain, for this host and for the hosts that vote with it on the commit. After
-    /// a crash from here on, a recovery restores the tree from before the transaction. Fails if the commit is decided
-    /// or the transaction has ended.
+    /// Records the abort of a transaction durably, for this host and for the hosts that vote with it on the commit.
+    /// After a crash from here on, a recovery restores the tree from before the transaction. Fails if the commit is
+    /// decided or the transaction has ended.
     ///
     /// A transaction of names with a `key` has no vote; the caller has aborted its ballot.
     fn record_abort(&self, scope: &Scope<B>, stage: Stage) -> Result<(), AbortError> {
@@ -96,8 +95,8 @@ impl<B: Backing> TransactionalBacking<B> {
                 }
                 // From now on the transaction cannot be committed from its backup.
                 self.backups.withdraw_for_abort(scope.serial)?;
-                // If the mark `open` remained, the next mount would drop data that programs write from now on. In
-                // shadow mode it remains until the changes are undone.
+                // With the mark `open` the next mount would take the transaction as open and drop data that programs
+                // write from now on. In shadow mode the mark remains until the changes are undone.
                 if scope.shadow.is_none() {
                     self.lower.remove_records(&scope.dir)?;
                 }
