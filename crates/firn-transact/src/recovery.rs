@@ -401,9 +401,9 @@ impl<B: Backing> Recovery<B> {
         let Some(scope) = self.stored_scopes.revive_scope(stored)? else {
             return Ok(false);
         };
-        if self.arena_notes.living.ending.contains(&stored.serial) {
-            // `living` has the transactions with running programs. The abort of this one had begun (`ending`), so it
-            // may be undone in part and can only be aborted. Changes by its programs fail from now on.
+        let is_being_aborted = self.arena_notes.living.ending.contains(&stored.serial);
+        if is_being_aborted {
+            // Its changes may be undone in part, so it can only be aborted. Changes by its programs fail from now on.
             self.lower.remove_prepared_record(&scope.dir)?;
             scope.refuse_changes();
             if let Some(shadow) = &scope.shadow {

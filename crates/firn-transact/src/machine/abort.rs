@@ -28,7 +28,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     /// Decides the abort and makes further changes fail. Returns the step `Undo`, or `then` if another thread has ended
     /// the transaction. Fails if the commit is decided.
     ///
-    /// Writes of pending data (in memory only) wait for the outcome. With this decision they fail and end, and only
+    /// Writes of pending data (in memory only) wait for the outcome. With this decision they end, and only
     /// then can the step `Undo` stop all changes and drop that data.
     pub(super) fn decide_abort(
         &self,

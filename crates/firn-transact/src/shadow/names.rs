@@ -200,8 +200,8 @@ impl<B: Backing> Namespace<B> {
                 }
             }
             // An earlier removal of another name has kept the object already.
-            Err(Errno::EXIST) => rename_in_backing()?,
-            Err(_) => {
+            Some(Err(Errno::EXIST)) => rename_in_backing()?,
+            None | Some(Err(_)) => {
                 self.keep_for_abort(scope, shadow, target, &dir, new.name)?;
                 if let Err(errno) = rename_in_backing() {
                     self.link_counts.record_links_uncertain(scope, target);

@@ -18,7 +18,6 @@
 //! Guarantee: an undo can be repeated after a crash or an error, because each attempt makes the log anew from the
 //! present tree.
 
-use std::collections::btree_map::Entry as MapEntry;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -420,7 +419,7 @@ impl<'a, B: Backing> UndoPass<'a, B> {
             }
         }
         let ino = top.ino;
-        let is_new = top.before.is_none();
+        let was_created = top.before.is_none();
         // The application of the log needs the parent, which is above the scope and not found by a search.
         self.found_dirs.insert(parent_ino, top.parent.clone());
         self.entries.insert(ino, entry);
