@@ -6,7 +6,7 @@
 //! prepare ► ApplyBefore ─► Prepare ─► Vote ──► Over
 //! commit ─► ApplyBefore ─┬─ one host ─────────► Decide ─► Apply ─┬► [Begin ─►] AwaitHosts ─► [Begin ─►] Over
 //!                        └► Prepare ─► Vote ──────▲              └► Over      applied later
-//! commit ─► AnswerApplied ──► [Begin ──►] Over      asked again, of one that was applied before its request failed
+//! commit ─► AnswerApplied ──► [Begin ──►] Over      repeated request; the commit was applied, but not answered
 //! abort ──► CallOff ─► Undo ──► Over
 //! restore ► FinishUndo ─┬► ApplyBefore ─┬► FinishCommit ──► Over
 //!                       └───────────────┴► [CallOff ─► Undo ─►] Restore ──► Over
@@ -16,6 +16,7 @@
 //! * A *scope* is the directory that a transaction covers; a request names the scope by its path.
 //! * A transaction is *open*, then optionally *prepared* (durable, outcome open), then *decided* (its commit is a
 //!   fact), then *applied* (the backing has the changes).
+//! * A step in brackets is taken only if the request or the state of the transaction asks for it.
 //!
 //! Where a commit starts
 //! * A commit of a prepared transaction starts at `Decide`.
@@ -23,7 +24,7 @@
 //! * A repeated request for an applied commit starts at `AnswerApplied`, because another transaction may be open by
 //!   then.
 //!
-//! Each file below `machine/` has the steps and rules of the verb that starts with them.
+//! Each file below `machine/` has the steps and rules of one request, such as `machine/commit.rs`.
 //!
 //! Invariants
 //! * A request searches for the transactions of its scope once, by path. Each step passes its transaction handle to the

@@ -43,6 +43,7 @@ pub(crate) use crate::own::{
 pub use firn_hosts::own::TOP;
 /// Name of Firn's own directory in the top of the backing: `.firn`.
 pub(crate) use firn_hosts::own::TOP as FIRN_DIR;
+// Names of the files and directories in `.firn/` and `tx-N/`; see the table at the head of this file.
 pub(crate) const OPEN: &str = "open";
 pub(crate) const NAMES: &str = "names";
 pub(crate) const KEY: &str = "key";

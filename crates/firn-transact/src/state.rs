@@ -1,6 +1,7 @@
 //! [`NameState`]: what became of a name of a file since a transaction began: unlinked, renamed, truncated and so on.
 //!
-//! The states are those of the paper on CprFS. The paper (table 1, figure 5, table 2) follows every call from state to
+//! The states and their names, such as `Dead` and `Reborn`, are those of the paper on CprFS; [`NameState`] explains
+//! each one. The paper (table 1, figure 5, table 2) follows every call from state to
 //! state, and so do the tests (`tests/oracle`). Here the states are derived from the tables of the transaction when the
 //! status needs them; nothing is recorded while programs change names. A commit does not use the states: it uses the
 //! objects and their names before and after ([`crate::change_log`]), which also covers directories, links and special

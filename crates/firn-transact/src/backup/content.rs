@@ -18,10 +18,11 @@ use crate::error::{BackupError, ReviveError};
 use crate::staging;
 
 /// Copies the file `inode` of a transaction in the backing `base` to the new file `name` in the directory `dir` of the
-/// backup `store`. Returns what the manifest, the backup's list of files, says of the bytes. Holes are not copied.
+/// backup `store`. Returns its size, ranges and checksum for the manifest, the backup's list of files. Holes are not
+/// copied.
 ///
-/// Calls `may_continue` after each block. Fails with EAGAIN of the backing if `may_continue` returns false or the file
-/// became shorter meanwhile.
+/// Calls `may_continue` before each block is written. The copy stops if the result is false or the file became shorter
+/// meanwhile, and then fails with EAGAIN as an error of the backing, which no call of the backing returns here.
 pub(super) fn copy_to_backup<B: Backing>(
     base: &B,
     inode: &B::Inode,

@@ -79,16 +79,17 @@ impl<B: Backing> Revival<B> {
         }
     }
 
-    /// Prepares a transaction again from its copy, the directory `dir` named `name` in the backup `store`. The host or
-    /// `.firn/` in the backing was lost. `manifest` is the change log in the copy. The transaction then waits for its
-    /// decision.
+    /// Prepares a transaction again from its copy in the backup `store`, after the host or `.firn/` in the backing was
+    /// lost. The transaction then waits for its decision.
+    ///
+    /// The copy is the directory `backup_dir` named `name`, and `manifest` is the change log in it.
     ///
     /// Fails with `OtherTree`, `Overlaps` or `Applied` if the backing does not have the tree from before the
     /// transaction, and with `Damaged` if the copy does not have the bytes that the manifest says.
     pub fn revive(
         &self,
         store: &B,
-        dir: &B::Inode,
+        backup_dir: &B::Inode,
         name: &OsStr,
         manifest: &ChangeLog,
     ) -> Result<(), ReviveError> {
@@ -100,7 +101,10 @@ impl<B: Backing> Revival<B> {
         self.check_state_before(manifest)?;
         let found_objects = self.find_objects(manifest)?;
         self.check_applicable(manifest, &found_objects)?;
-        let backup = BackupDir { store, dir };
+        let backup = BackupDir {
+            store,
+            dir: backup_dir,
+        };
         let transactions_dir = self.link_counts.make_hidden_transactions_dir()?;
         let serial = self.scopes.next_serial();
         let dir_name = format!("tx-{serial}");
@@ -171,9 +175,11 @@ impl<B: Backing> Revival<B> {
         Ok(record)
     }
 
-    /// Checks that the backing has the state from before the transaction of `manifest`, the change log in a backup. No
-    /// stored transaction may overlap its scope, the directory that it covers, and the last commit of the scope must be
-    /// the one before it. A backing without `.firn` has no last commit and passes.
+    /// Checks that the backing has the state from before the transaction of `manifest`, the change log in a backup.
+    /// * No other transaction overlaps its scope, the directory that it covers.
+    /// * The transaction is not applied already, under its old path or the new one.
+    /// * The last commit of the scope is the one before the transaction. A backing without `.firn` has no last commit
+    ///   and passes.
     fn check_state_before(&self, manifest: &ChangeLog) -> Result<(), ReviveError> {
         let scope_after = manifest.scope_after(Direction::Redo);
         let overlapping = self.scopes.paths_where(|scope| {
@@ -194,7 +200,7 @@ impl<B: Backing> Revival<B> {
         }
         match self.lower.present_commit_id(&manifest.scope)? {
             last_id if last_id == manifest.id_before => Ok(()),
-            // The backing is a copy without `.firn`.
+            // A copy of the tree without `.firn`.
             None => Ok(()),
             Some(id) if id == manifest.id => Err(ReviveError::Applied { id }),
             Some(id) => Err(other_tree(
@@ -246,9 +252,11 @@ impl<B: Backing> Revival<B> {
         Ok(inode)
     }
 
-    /// Checks for two things that would stop the application of a commit to the backing half-way: a new name that
-    /// exists already, and a removed directory that would not be empty. `log` has the transaction's changes; each entry
-    /// has the names that its object has only `before` and only `after` it.
+    /// Checks that the application of a commit to the backing would not fail half-way, because a new name exists already
+    /// or a removed directory would not be empty.
+    ///
+    /// `log` has the transaction's changes; each entry has the names that its object has only `before` and only `after`
+    /// it.
     fn check_applicable(
         &self,
         log: &ChangeLog,
@@ -326,12 +334,14 @@ impl<B: Backing> Revival<B> {
         let base = &self.lower.base;
         let new = staging::make_dir(base, dir, staging::NEW)?;
         staging::make_dir(base, dir, staging::AWAY)?;
+        // New objects, by their paths. The caller has checked that the manifest lists each path that an entry has.
         let mut staged_identities = BTreeMap::new();
         for staged in &manifest.staged {
             let staging_dir = staging::make_dir(base, &new, &staged.at.dir)?;
             let inode = self.make_staged(backup, staged, &staging_dir)?;
             staged_identities.insert(&staged.at, self.read_identity(&inode)?);
         }
+        // The change log of this backing: the same entries, but with inode numbers and not with paths.
         let mut record = ChangeLog {
             staged: Vec::new(),
             ..manifest.clone()

@@ -3,7 +3,7 @@
 //! A *staged file* has new bytes in the transaction's directory. While the transaction is open, *rounds* copy those
 //! that have not changed since the round before. A prepare, which makes the transaction durable, copies all that are
 //! left, and last the *manifest*: the list of files and changes. The *mirror* is the state of the backup
-//! ([`super::mirror`]). A mount without a backup has no mirror; its calls do nothing.
+//! ([`super::mirror`]). On a mount without a backup there is no mirror, and the calls of [`Backups`] do nothing.
 //!
 //! Relies on the caller of [`Backups::back_up`], which keeps the staged files unchanged until the call returns.
 
@@ -32,6 +32,9 @@ use crate::scope::Scope;
 use crate::scopes::Scopes;
 use crate::staging;
 use crate::transactional::TransactionalBacking;
+
+/// For the progress after a prepare, which copies all bytes.
+const NO_BYTES_LEFT: u64 = 0;
 
 /// The backup of prepared transactions, if the mount has one.
 pub struct Backups<B: Backing> {
@@ -67,8 +70,8 @@ impl<B: Backing> Backups<B> {
     }
 
     /// Runs one round: copies to the backup those new files of open transactions that have not changed since the last
-    /// round, and removes the copies of ended transactions. Errors are recorded for the status. Does nothing on a mount
-    /// without a backup.
+    /// round, so that a prepare has less to copy. Also removes the copies of ended transactions. Errors are recorded for
+    /// the status. Does nothing on a mount without a backup.
     pub fn back_up_ahead(&self) {
         let Some(mirror) = self.mirror.get() else {
             return;
@@ -79,7 +82,7 @@ impl<B: Backing> Backups<B> {
                     return;
                 }
                 let result = self.copy_ahead(mirror, state, waiting_threads, &scope);
-                // If the transaction has ended, its staged files are gone and the errors mean nothing.
+                // If the transaction has ended meanwhile, its staged files are gone, and an error only says so.
                 if scope.is_open() {
                     let left_bytes = result.as_ref().copied().unwrap_or(0);
                     mirror.record_progress(&scope, state, &result, left_bytes);
@@ -167,7 +170,8 @@ impl<B: Backing> Backups<B> {
     }
 
     /// Completes the copy of a transaction in the backup, durably, so that its commit can be finished from the copy.
-    /// `record` is the transaction's change log. After an error the copy is withdrawn: it does not count.
+    /// `record` is the transaction's change log. After an error the copy is withdrawn: no commit can be finished from
+    /// it.
     ///
     /// Does nothing on a mount without a backup. The caller keeps the transaction's files unchanged until the return.
     pub(crate) fn back_up(&self, scope: &Scope<B>, record: &ChangeLog) -> Result<(), BackupError> {
@@ -176,7 +180,8 @@ impl<B: Backing> Backups<B> {
         };
         let result = mirror.with_copy(scope.serial, |state| {
             let result = self.complete_copy(mirror, state, scope, record);
-            mirror.record_progress(scope, state, &result, 0);
+            mirror.record_progress(scope, state, &result, NO_BYTES_LEFT);
+            // `record_progress` counts all files in the copy, also those that the transaction does not need any more.
             if let Ok(bytes) = &result
                 && let Some(entry) = mirror.progress.lock().get_mut(&scope.serial)
             {
@@ -343,8 +348,8 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Returns the names of the directories in the backup that stored transactions of the backing `base` refer to.
     /// Called before [`TransactionalBacking::open`], which ends transactions.
     ///
-    /// Removes from the backup `store` the manifests of the transactions that `open` will undo. Otherwise only the copy
-    /// would be left of an undone transaction, and it would seem to be prepared.
+    /// Also removes from the backup `store` the manifests of the transactions that `open` will undo. With a manifest,
+    /// the copy of such a transaction would later look like a prepared one that the backing has lost.
     pub fn known_backups(base: &B, store: Option<&B>) -> Result<BTreeSet<String>, BackupError> {
         let mut backup_names = BTreeSet::new();
         let found = staging::find_dir(base, &base.root(), staging::FIRN_DIR)?;
@@ -361,17 +366,36 @@ impl<B: Backing> TransactionalBacking<B> {
             let Some(backup_name) = load_directory_name(base, &dir)? else {
                 continue;
             };
-            let find_record = |record: &str| staging::find(base, &dir, OsStr::new(record));
-            if let Some(store) = store
-                && find_record(staging::RECORD)?.is_none()
-                && find_record(staging::COMMIT)?.is_none()
-            {
-                // The transaction is neither prepared nor decided, so `open` undoes it.
-                remove_manifest_of(store, &backup_name)?;
+            let has_record = |record: &str| {
+                staging::find(base, &dir, OsStr::new(record)).map(|found| found.is_some())
+            };
+            if let Some(store) = store {
+                // A transaction that is neither prepared nor decided is undone by `open`.
+                let is_undone = !has_record(staging::RECORD)? && !has_record(staging::COMMIT)?;
+                if is_undone {
+                    remove_manifest_of(store, &backup_name)?;
+                }
             }
             backup_names.insert(backup_name);
         }
         Ok(backup_names)
+    }
+
+    /// Returns the serial number of the transaction in `scopes` whose copy is the directory `name` in the backup;
+    /// `None` if there is none.
+    fn find_backup_owner(
+        &self,
+        scopes: &[Arc<Scope<B>>],
+        name: &str,
+    ) -> Result<Option<u64>, BackupError> {
+        let mut serial_of_owner = None;
+        for scope in scopes {
+            let backup_name = load_directory_name(&self.lower.base, &scope.dir)?;
+            if backup_name.as_deref() == Some(name) {
+                serial_of_owner = Some(scope.serial);
+            }
+        }
+        Ok(serial_of_owner)
     }
 
     /// Adds a backup in `store`, a directory that no other mount uses, and completes the copies of the transactions
@@ -392,13 +416,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 continue;
             }
             let dir = staging::must_find_dir(store, &root, &name).map_err(backup_failed)?;
-            let mut serial_of_owner = None;
-            for scope in &scopes {
-                let backup_name = load_directory_name(&self.lower.base, &scope.dir)?;
-                if backup_name.as_ref() == Some(&name) {
-                    serial_of_owner = Some(scope.serial);
-                }
-            }
+            let serial_of_owner = self.find_backup_owner(&scopes, &name)?;
             let manifest = load_manifest(store, &dir)?;
             if let Some(serial) = serial_of_owner {
                 mirror.insert(serial, TransactionCopy::new(name, dir, manifest.is_some()));
@@ -415,6 +433,7 @@ impl<B: Backing> TransactionalBacking<B> {
             }
             mirror.ended_dirs.lock().insert(name);
         }
+        // From here on the mount has the backup.
         let is_first = self.backups.mirror.set(mirror).is_ok();
         assert!(is_first, "a mount has one backup");
         for scope in &scopes {
@@ -522,7 +541,7 @@ impl<B: Backing> Round<'_, B> {
             may_continue,
         );
         let content = match copied {
-            // The copy was stopped, or the file became shorter.
+            // This error says that the copy was stopped, or that the file became shorter.
             Err(BackupError::Store(StoreError::Own(OwnError::Backing(Errno::AGAIN)))) => {
                 return Ok(false);
             }

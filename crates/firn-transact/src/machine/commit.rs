@@ -2,8 +2,7 @@
 //!
 //! Terms
 //! * A commit is *decided* when it is durable and final, and *applied* when the backing (the directory below the mount)
-//!   has all changes.
-//! * In *buffer mode* changes are kept back until then. In *shadow mode* the backing has them at once.
+//!   has all changes. In *shadow mode* the backing has them before, and in *buffer mode* only then.
 //! * An earlier *firnd* is the process that served the mount before.
 //! * The *scope* is the directory that a transaction covers. It is *quiesced* if no change is in progress and none may
 //!   begin, and *drained* if none of its data is in memory only.
@@ -14,7 +13,7 @@
 //! |---|---|---|
 //! | of one host, or in buffer mode | with the decision | before the answer, or after it if requested |
 //! | prepared by an earlier firnd | after the application; programs see the old tree until then | before the answer |
-//! | of several hosts in shadow mode | after the last host applied it | now if the next one begins, else as requested |
+//! | of several hosts in shadow mode | after the last host applied it | before the answer if a next one begins; otherwise as in the first row |
 //!
 //! An open transaction is decided while its scope is quiesced and drained. A prepared one is decided without a quiesce:
 //! its changes already wait for the decision, so a quiesce would wait for them without end.
@@ -34,9 +33,13 @@ const FIRST_COMMIT_ID: u64 = 1;
 /// The point at which the next transaction of the scope begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum NextBegin {
+    /// This commit begins none.
     Never,
+    /// With the decision, so that no change falls between the two.
     AtDecision,
+    /// After this host has applied the commit.
     AfterApply,
+    /// After all hosts have applied the commit.
     AfterOtherHosts,
 }
 

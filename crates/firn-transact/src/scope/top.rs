@@ -54,7 +54,8 @@ pub(crate) struct TopNames {
 }
 
 impl TopNames {
-    /// Returns the reserved names: the one at the begin and the one after a recovered log, if programs see another one.
+    /// Returns the reserved names: the one at the begin and, for a recovered transaction, the one after its commit. The
+    /// name that programs see now is not one of them.
     pub(crate) fn reserved_names(&self) -> impl Iterator<Item = &OsString> {
         [&self.at_begin, &self.after]
             .into_iter()

@@ -15,8 +15,11 @@ use crate::scope::Scope;
 use crate::tree::NameChangeGuard;
 
 impl<B: Backing> Namespace<B> {
-    /// Returns the location that counts for a removed object of a transaction: its name in `kept/`, as if it were in
-    /// the scope's top. Returns `None` for any other object.
+    /// Returns the location in memory of an object that a transaction removed and keeps for an abort; `None` for any
+    /// other object.
+    ///
+    /// The name is the one in `kept/`. The directory is the transaction's uppermost one and not `kept/`, so that the
+    /// object counts as part of the transaction.
     pub(crate) fn location_in_kept(&self, key: ObjectKey) -> Option<Location<B>> {
         let (serial, name) = {
             let links_by_object = self.tree.hidden_links.by_object.lock();

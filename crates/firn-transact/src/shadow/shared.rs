@@ -16,8 +16,8 @@
 //!   each host leaves.
 //! * After a commit each host leaves when it has applied its part.
 //!
-//! Invariant, in addition to those of a ballot: changes are undone only by the host that claimed `undo`, or by a host
-//! that replaces that host and has locked its directory.
+//! Invariant, in addition to those of a ballot: changes are undone only by the host that claimed the unit `undo`. If
+//! that host fails, another host may continue for it after it has locked the directory of the failed host.
 
 use std::ffi::OsStr;
 use std::sync::Arc;

@@ -43,7 +43,7 @@ use crate::shadow::shared::SharedTransactions;
 use crate::staging;
 use crate::transactional::TransactionalBacking;
 use crate::tree::{QuietGuard, Tree};
-use crate::unanswered::AppliedCommit;
+use crate::unanswered::VoteToLeave;
 use crate::vote::Votes;
 
 /// Decided commits, and the operations that apply them.
@@ -58,7 +58,7 @@ pub(crate) struct DecidedCommits<B: Backing> {
     pub(crate) names_ballots: Arc<NamesBallots<B>>,
     pub(crate) endings: Arc<Endings<B>>,
     /// Applied commits whose votes this host could not leave yet. Firnd tries again later.
-    pub(crate) votes_to_leave: Mutex<BTreeSet<AppliedCommit>>,
+    pub(crate) votes_to_leave: Mutex<BTreeSet<VoteToLeave>>,
     /// Keys of applied transactions of names whose ballots this host could not leave yet. Firnd tries again later.
     pub(crate) ballots_to_leave: Mutex<BTreeSet<Vec<u8>>>,
 }
@@ -103,7 +103,7 @@ impl<B: Backing> DecidedCommits<B> {
             let overlaps = root.is_below(&scope.root) || scope.root.is_below(root);
             if overlaps
                 && scope.decided_id().is_some()
-                && scope.application.next_scope().is_none()
+                && scope.apply_state.next_scope().is_none()
                 && !scope.can_be_followed(root)
             {
                 self.apply_commit(scope)?;
@@ -137,11 +137,11 @@ impl<B: Backing> DecidedCommits<B> {
 
     /// Ends the transaction that follows a commit. Returns whether there was one.
     pub(super) fn drop_next(&self, scope: &Scope<B>) -> Result<bool, Errno> {
-        let Some(next_scope) = scope.application.next_scope() else {
+        let Some(next_scope) = scope.apply_state.next_scope() else {
             return Ok(false);
         };
         self.lower.remove_records(&next_scope.dir)?;
-        scope.application.take_next_scope();
+        scope.apply_state.take_next_scope();
         next_scope.set_stage(Stage::Ended);
         // The following transaction has no changes yet, because they wait for the commit. They will be made after the
         // commit, outside of a transaction.
@@ -156,7 +156,7 @@ impl<B: Backing> DecidedCommits<B> {
     /// the commit stays decided, and the application can be repeated.
     pub(super) fn apply_commit(&self, scope: &Arc<Scope<B>>) -> Result<bool, StoreError> {
         // One thread at a time applies the commit.
-        let _applying = Claim::acquire_exclusive(&scope.application.applying);
+        let _applying = Claim::acquire_exclusive(&scope.apply_state.applying);
         let Some(id) = scope.decided_id() else {
             return Ok(false);
         };
@@ -170,7 +170,7 @@ impl<B: Backing> DecidedCommits<B> {
             Some(key) => Ok(self.leave_ballot(key)?),
             None => Ok(self.leave_applied(id, &scope.path)?),
         });
-        scope.application.record_result(&result);
+        scope.apply_state.record_result(&result);
         result.map(|()| true)
     }
 
@@ -186,7 +186,7 @@ impl<B: Backing> DecidedCommits<B> {
             .sync_transactions_dir()
             .map_err(StoreError::from)
             .and_then(|()| self.apply_and_end(&scope));
-        scope.application.record_result(&applied);
+        scope.apply_state.record_result(&applied);
         applied
     }
 
