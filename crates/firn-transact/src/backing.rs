@@ -202,7 +202,7 @@ impl<B: Backing> Files for TransactionalBacking<B> {
     }
 
     /// Changes the length of a file as `resize` says, in the backing or in the transaction that has the file. Returns
-    /// false, without a change, only for a `Finish` whose change was never made; see [`Files::resize`].
+    /// false, without a change, only for a `Finish` of a change that was never made; see [`Files::resize`].
     fn resize(&self, file: &TrackedFile<B>, resize: Resize) -> Result<bool> {
         // The bytes from this offset on may change, so their old state may have to be saved.
         let lowest_offset = match resize {
@@ -270,7 +270,7 @@ impl<B: Backing> Files for TransactionalBacking<B> {
     }
 
     /// Takes over an open file without a name from the firnd (server of the mount) before this one.
-    /// * A file that a transaction in shadow mode removed, and that an abort would restore, belongs to that transaction.
+    /// * A file that a transaction in shadow mode removed, and that an abort would restore, belongs to the transaction.
     /// * Any other file belongs to no transaction.
     fn adopt(&self, descriptor: OwnedFd) -> Result<AdoptedBy<Self>> {
         let adopted = self.lower.base.adopt(descriptor)?;

@@ -558,8 +558,8 @@ impl<B: Backing> History<B> {
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Undoes the newest commit of the directory `root`, whose log has this serial number. The caller has quiesced
-    /// names and data: no program changes them meanwhile.
+    /// Undoes the newest commit of the directory `root`. `serial` is the serial number of its log. The caller has
+    /// quiesced names and data: no program changes them meanwhile.
     /// 1. The log is renamed from `commit` to `undo`.
     /// 2. Its directory is renamed from `undo-N` to `tx-M`. From here on the undo is a decided transaction, which
     ///    [`Decided::apply`](crate::Decided::apply), a further [`TransactionalBacking::restore`] or the next mount
@@ -631,8 +631,8 @@ impl<B: Backing> TransactionalBacking<B> {
         if let Some(transaction) = transaction {
             transaction.abort()?;
         }
-        // A backup whose commit is the last one of its directory is known to be applied. The restore changes the last
-        // commit, so such backups are withdrawn first.
+        // The number of the last commit shows which backups are of applied commits. The restore changes this number, so
+        // these backups are withdrawn first.
         self.backups.withdraw_backups_of_applied()?;
         let mut areas = vec![Area::Tree(Arc::clone(root))];
         // The undone commit may have given the directory its name.

@@ -6,7 +6,7 @@
 //! prepare ► ApplyBefore ─► Prepare ─► Vote ──► Over
 //! commit ─► ApplyBefore ─┬─ one host ─────────► Decide ─► Apply ─┬► [Begin ─►] AwaitHosts ─► [Begin ─►] Over
 //!                        └► Prepare ─► Vote ──────▲              └► Over      applied later
-//! commit ─► AnswerApplied ──► [Begin ──►] Over      repeated request; the commit was applied, but not answered
+//! commit ─► AnswerApplied ──► [Begin ──►] Over      repeated; the commit is applied, not answered
 //! abort ──► CallOff ─► Undo ──► Over
 //! restore ► FinishUndo ─┬► ApplyBefore ─┬► FinishCommit ──► Over
 //!                       └───────────────┴► [CallOff ─► Undo ─►] Restore ──► Over

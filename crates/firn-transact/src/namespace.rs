@@ -176,10 +176,10 @@ impl<B: Backing> Namespace<B> {
         }
         self.top_overlay.must_not_be_top(parent, name)?;
         // In shadow mode (changes are made at once) this saves the old names of `parent`, and returns `None`.
-        let buffering_scope =
+        let Some(buffering_scope) =
             self.originals
-                .save_unless_buffering(scope.clone(), parent, NO_BYTES)?;
-        let Some(buffering_scope) = buffering_scope else {
+                .save_unless_buffering(scope.clone(), parent, NO_BYTES)?
+        else {
             return self.make_in_backing(parent, name, shadow_of(&scope), make);
         };
         if parent.kind != Kind::Dir {

@@ -519,7 +519,7 @@ impl<B: Backing> Recovery<B> {
     /// Recovers one transaction that a crash left behind, and adds the result to `outcome`. The first rule that fits
     /// applies:
     /// 1. A decided transaction is applied.
-    /// 2. A transaction whose programs still run continues (`can_continue`).
+    /// 2. A transaction continues if its programs still run (`can_continue`).
     /// 3. A prepared one waits for its decision.
     /// 4. Any other is undone.
     fn recover_stored(

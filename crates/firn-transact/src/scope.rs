@@ -30,7 +30,7 @@ mod top;
 
 pub(crate) use apply_state::ApplyState;
 pub(crate) use names::{NameSet, is_at_names};
-pub(crate) use top::ScopeTop;
+pub(crate) use top::{ScopeTop, TopNames};
 
 /// Name of the extended attribute with the default ACL of a directory.
 const DEFAULT_ACL: &str = "system.posix_acl_default";

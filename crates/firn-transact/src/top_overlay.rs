@@ -110,7 +110,7 @@ impl<B: Backing> TopOverlay<B> {
             let are_in_backing =
                 self.which_tops_are_in_backing(inode, &tops.scopes_with_new_tops)?;
             let mut attr = self.link_counts.attr_without_hidden_links(dir, inode)?;
-            // A commit that is applied meanwhile moves tops to the backing, whose link count then includes them. If
+            // A commit that is applied meanwhile moves tops to the backing, and its link count then includes them. If
             // that happened between the two look-ups, the attributes are read again.
             if self.which_tops_are_in_backing(inode, &tops.scopes_with_new_tops)? != are_in_backing
             {

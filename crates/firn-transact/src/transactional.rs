@@ -3,8 +3,8 @@
 //! A file system below a mount or below such a layer is a *backing*. The *scope* of a transaction is what it covers;
 //! the *top* is its uppermost directory. In *shadow mode* the backing has a transaction's changes at once.
 //!
-//! It is assembled from parts, each of which uses only parts before it in the list of fields. An operation that one part
-//! can do is a method of that part.
+//! It is assembled from parts, each of which uses only parts before it in the list of fields. An operation that one
+//! part can do is a method of that part.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

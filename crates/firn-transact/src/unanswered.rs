@@ -1,7 +1,7 @@
-//! Remembers two kinds of applied commits: those whose request failed ([`Unanswered`]), so that a repeated request
-//! succeeds, and those whose vote this host must still leave ([`VoteToLeave`]).
+//! Remembers applied commits after a failed request ([`Unanswered`]), so that a repeated request succeeds. Also
+//! remembers the votes on applied commits that this host must still leave ([`VoteToLeave`]).
 //!
-//! A repeated request with the same number is for such a commit, not for the transaction that follows it. The commit is
+//! A repeated request with the same number is for the applied commit, not for the transaction after it. The commit is
 //! remembered until it is requested again, or until another request for its *scope* (the directory of the transaction)
 //! arrives. An unmount forgets it: the next mount leaves its vote, and no later transaction can be confused with it.
 //!
@@ -13,7 +13,7 @@ use firn_backing::{Backing, Errno};
 use crate::transaction::apply_commit::DecidedCommits;
 use crate::transactional::TransactionalBacking;
 
-/// An applied commit whose request failed before it was answered.
+/// An applied commit. Its request failed before it was answered.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Unanswered {
     /// Number of the commit.

@@ -25,6 +25,7 @@
 use std::ffi::OsStr;
 use std::sync::Arc;
 
+use crate::change_log::ChangeLog;
 use crate::conflict::{AccessList, AccessedFile, ConflictReport, find_conflicts};
 use crate::scopes::Scopes;
 use crate::shadow::shared::SharedTransactions;
@@ -316,11 +317,7 @@ impl<B: Backing> Votes<B> {
                 "its firnd was restarted and has lost the record of what its programs read";
             return self.give_vote_up(id, &scope.path, reason.to_owned());
         };
-        let dir_name = format!("tx-{}", scope.serial);
-        let record = self
-            .lower
-            .load_record(&scope.dir, &dir_name, staging::RECORD)?
-            .ok_or(VoteError::NotVoted { id })?;
+        let record = self.load_prepared_record(scope, id)?;
         let list = self.list_accesses(members, &record, &accesses)?;
         match vote.ballot.join(&list.encode()).map_err(not_over)? {
             Joined::Yes => Ok(()),
@@ -328,6 +325,15 @@ impl<B: Backing> Votes<B> {
             Joined::Over if vote.ballot.dir().is_current()? => Ok(()),
             Joined::Over => Err(VoteError::LastVoteNotOver { id }),
         }
+    }
+
+    /// Loads the change log of a prepared transaction. Fails with `NotVoted` if it is not prepared; `id` is the number
+    /// for this error.
+    fn load_prepared_record(&self, scope: &Scope<B>, id: u64) -> Result<ChangeLog, VoteError> {
+        let dir_name = format!("tx-{}", scope.serial);
+        self.lower
+            .load_record(&scope.dir, &dir_name, staging::RECORD)?
+            .ok_or(VoteError::NotVoted { id })
     }
 
     /// Returns the recorded accesses of this host's programs. Returns `None` if this firnd did not record them.

@@ -260,8 +260,8 @@ impl<B: Backing> Mirror<B> {
         let mut entries = self.progress.lock();
         let entry = entries.entry(scope.serial).or_default();
         let progress = &mut entry.progress;
-        // A success clears an earlier error only if it shows that the backup can be written. A round that copied nothing
-        // and left bytes for later does not show that.
+        // A success clears an earlier error only if it shows that the backup can be written. A round that copied
+        // nothing and left bytes for later does not show that.
         let has_written = left_bytes == 0 || copied_bytes > progress.copied_bytes;
         match result {
             Err(error) => progress.error = Some(error.to_string()),

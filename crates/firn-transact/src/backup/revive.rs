@@ -175,12 +175,9 @@ impl<B: Backing> Revival<B> {
         Ok(record)
     }
 
-    /// Checks that the backing has the state from before the transaction of `manifest`, the change log in a backup.
-    /// * No other transaction overlaps its scope, the directory that it covers.
-    /// * The transaction is not applied already, under its old path or the new one.
-    /// * The last commit of the scope is the one before the transaction. A backing without `.firn` has no last commit
-    ///   and passes.
-    fn check_state_before(&self, manifest: &ChangeLog) -> Result<(), ReviveError> {
+    /// Fails with `Overlaps` if a stored transaction covers a part of what the transaction of `manifest` covers, under
+    /// the path before or after its commit.
+    fn check_no_overlap(&self, manifest: &ChangeLog) -> Result<(), ReviveError> {
         let scope_after = manifest.scope_after(Direction::Redo);
         let overlapping = self.scopes.paths_where(|scope| {
             is_at_or_below(&scope.path, &manifest.scope)
@@ -193,6 +190,17 @@ impl<B: Backing> Revival<B> {
                 scope: overlapping_path.as_slice().into(),
             });
         }
+        Ok(())
+    }
+
+    /// Checks that the backing has the state from before the transaction of `manifest`, the change log in a backup.
+    /// * No other transaction overlaps its scope, the directory that it covers.
+    /// * The transaction is not applied already, under its old path or the new one.
+    /// * The last commit of the scope is the one before the transaction. A backing without `.firn` has no last commit
+    ///   and passes.
+    fn check_state_before(&self, manifest: &ChangeLog) -> Result<(), ReviveError> {
+        self.check_no_overlap(manifest)?;
+        let scope_after = manifest.scope_after(Direction::Redo);
         if scope_after != manifest.scope
             && self.lower.present_commit_id(scope_after)? == Some(manifest.id)
         {
@@ -252,8 +260,8 @@ impl<B: Backing> Revival<B> {
         Ok(inode)
     }
 
-    /// Checks that the application of a commit to the backing would not fail half-way, because a new name exists already
-    /// or a removed directory would not be empty.
+    /// Checks that the application of a commit to the backing would not fail half-way, because a new name exists
+    /// already or a removed directory would not be empty.
     ///
     /// `log` has the transaction's changes; each entry has the names that its object has only `before` and only `after`
     /// it.

@@ -16,7 +16,7 @@ use std::sync::{Arc, OnceLock};
 use firn_backing::{Attr, Backing, Errno, Kind, SyncScope};
 
 use super::MANIFEST;
-use super::content::copy_to_backup;
+use super::content::{COPY_STOPPED, copy_to_backup};
 use super::mirror::{
     CopiedFile, CopyState, FileVersion, Mirror, Progress, TransactionCopy, backup_failed,
     backup_file_name, is_directory_name, load_directory_name, load_manifest, new_token,
@@ -70,29 +70,42 @@ impl<B: Backing> Backups<B> {
     }
 
     /// Runs one round: copies to the backup those new files of open transactions that have not changed since the last
-    /// round, so that a prepare has less to copy. Also removes the copies of ended transactions. Errors are recorded for
-    /// the status. Does nothing on a mount without a backup.
+    /// round, so that a prepare has less to copy. Also removes the copies of ended transactions.
+    ///
+    /// Errors are recorded for the status. Does nothing on a mount without a backup.
     pub fn back_up_ahead(&self) {
         let Some(mirror) = self.mirror.get() else {
             return;
         };
         for scope in self.scopes.all() {
             mirror.with_copy_in_round(scope.serial, |state, waiting_threads| {
-                if !scope.is_open() {
-                    return;
-                }
-                let result = self.copy_ahead(mirror, state, waiting_threads, &scope);
-                // If the transaction has ended meanwhile, its staged files are gone, and an error only says so.
-                if scope.is_open() {
-                    let left_bytes = result.as_ref().copied().unwrap_or(0);
-                    mirror.record_progress(&scope, state, &result, left_bytes);
-                }
+                self.run_round_of(mirror, state, waiting_threads, &scope);
             });
         }
         for name in mirror.ended_dir_names() {
             if let Err(errno) = mirror.remove_ended(&name) {
                 tracing::debug!(%errno, name, "cannot remove the backup of an ended transaction");
             }
+        }
+    }
+
+    /// Runs the round of one transaction, and records its result for the status. Does nothing if the transaction is not
+    /// open.
+    fn run_round_of(
+        &self,
+        mirror: &Mirror<B>,
+        state: &mut CopyState<B>,
+        waiting_threads: &AtomicU32,
+        scope: &Arc<Scope<B>>,
+    ) {
+        if !scope.is_open() {
+            return;
+        }
+        let result = self.copy_ahead(mirror, state, waiting_threads, scope);
+        // If the transaction has ended meanwhile, its staged files are gone, and an error only says so.
+        if scope.is_open() {
+            let left_bytes = result.as_ref().copied().unwrap_or(NO_BYTES_LEFT);
+            mirror.record_progress(scope, state, &result, left_bytes);
         }
     }
 
@@ -381,8 +394,8 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(backup_names)
     }
 
-    /// Returns the serial number of the transaction in `scopes` whose copy is the directory `name` in the backup;
-    /// `None` if there is none.
+    /// Returns the serial number of the transaction in `scopes` that has the directory `name` in the backup as its
+    /// copy; `None` if there is none.
     fn find_backup_owner(
         &self,
         scopes: &[Arc<Scope<B>>],
@@ -424,12 +437,12 @@ impl<B: Backing> TransactionalBacking<B> {
             }
             if let Some(Ok(log)) = manifest
                 && !known.contains(&name)
-                && self
-                    .lower
-                    .present_commit_id(log.scope_after(Direction::Redo))?
-                    != Some(log.id)
             {
-                return Err(BackupError::UnknownTransaction { id: log.id, name });
+                let scope_after = log.scope_after(Direction::Redo);
+                let is_applied = self.lower.present_commit_id(scope_after)? == Some(log.id);
+                if !is_applied {
+                    return Err(BackupError::UnknownTransaction { id: log.id, name });
+                }
             }
             mirror.ended_dirs.lock().insert(name);
         }
@@ -542,7 +555,7 @@ impl<B: Backing> Round<'_, B> {
         );
         let content = match copied {
             // This error says that the copy was stopped, or that the file became shorter.
-            Err(BackupError::Store(StoreError::Own(OwnError::Backing(Errno::AGAIN)))) => {
+            Err(BackupError::Store(StoreError::Own(OwnError::Backing(COPY_STOPPED)))) => {
                 return Ok(false);
             }
             copied => copied?,

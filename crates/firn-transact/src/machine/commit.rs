@@ -13,7 +13,7 @@
 //! |---|---|---|
 //! | of one host, or in buffer mode | with the decision | before the answer, or after it if requested |
 //! | prepared by an earlier firnd | after the application; programs see the old tree until then | before the answer |
-//! | of several hosts in shadow mode | after the last host applied it | before the answer if a next one begins; otherwise as in the first row |
+//! | of several hosts in shadow mode | after the last host applied it | before the answer, if a next one begins |
 //!
 //! An open transaction is decided while its scope is quiesced and drained. A prepared one is decided without a quiesce:
 //! its changes already wait for the decision, so a quiesce would wait for them without end.
@@ -235,7 +235,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         Ok(Step::Apply { commit, plan })
     }
 
-    /// Applies a decided commit to the backing now, or leaves that to a later time and ends the request, as `plan` says.
+    /// Applies a decided commit to the backing now, or arranges for it to be applied after the answer, as `plan` says.
     /// Returns the next step.
     pub(super) fn apply_decided(
         &self,
@@ -244,7 +244,9 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     ) -> Result<Step<'a, B>, TransactionError> {
         if plan.apply_time == ApplyTime::AfterAnswer {
             self.mount.apply_later();
-            return Ok(Step::Over(plan.into_answer(Vec::new())));
+            // The request does not wait for other hosts, so it reports none.
+            let not_applied_on = Vec::new();
+            return Ok(Step::Over(plan.into_answer(not_applied_on)));
         }
         // An earlier firnd prepared a recovered commit, so the kernel may have the old tree in its cache.
         if commit.is_recovered() {

@@ -46,8 +46,8 @@ impl<B: Backing> Originals<B> {
         }
     }
 
-    /// Prepares a change of an object, whose bytes from `from_offset` on may change. `scope` is the transaction that
-    /// covers the object; `None` outside of transactions.
+    /// Prepares a change of an object, which may change its bytes from `from_offset` on. `scope` is the transaction
+    /// that covers the object; `None` outside of transactions.
     ///
     /// Returns the transaction if it is in buffer mode, which means that it must get the change. Returns `None` if the
     /// change goes to the backing at once: outside of transactions, and in shadow mode after the old state was saved.

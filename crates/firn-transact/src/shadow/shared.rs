@@ -351,7 +351,7 @@ impl<B: Backing> SharedTransactions<B> {
     }
 
     /// After a crash, leaves the transactions of several hosts of which this host has no part any more, so that the
-    /// other hosts do not wait for it. Also removes the rest of directories whose removal was interrupted.
+    /// other hosts do not wait for it. Also completes interrupted removals of such transactions' directories.
     ///
     /// `waiting` has number and path of each transaction that this host still has. The caller has recovered all of this
     /// host's transactions.
@@ -531,38 +531,51 @@ impl<B: Backing> TransactionalBacking<B> {
             Stage::Ended => return Err(StageError::NoTransaction.into()),
         };
         if let Some(shared) = self.shared.find_shared(&scope.path)? {
-            let decision = shared.decide(Proposal::Abort)?;
-            if decision.commit {
-                // A commit needs all parts prepared. The number of an open part is not known, so 0 is reported.
-                let id = prepared_id.unwrap_or_default();
-                return Err(StageError::Decided { id }.into());
-            }
-            scope.refuse_changes_for_good();
-            shadow.begin_undo();
-            if decision.host != shared.ballot.dir().host() {
-                self.stopped_by
-                    .lock()
-                    .insert(scope.path.clone(), decision.host);
-            }
-            // A prepared part is voted on, and other hosts may wait for this host's list, so the vote is aborted too.
-            match prepared_id {
-                None => self.votes.withdraw_from_votes(&scope.path)?,
-                Some(id) => self.votes.decide_vote(id, &scope.path, Proposal::Abort)?,
-            }
-            // One host undoes the changes of all hosts, after all have stopped; it may be this one.
-            let mut is_undone_here = false;
-            shared.stop(|| {
-                is_undone_here = true;
-                self.shadow_undo.undo_shadow(scope, shadow)
-            })?;
-            if !is_undone_here {
-                self.shadow_undo.update_after_remote_undo(scope, shadow)?;
-            }
+            self.abort_for_all_hosts(&shared, scope, shadow, prepared_id)?;
         }
         self.lower.remove_records(&scope.dir)?;
         // This part is over, so the other hosts need not wait for it. The last host removes the shared directory.
         if let Some(shared) = self.shared.find_shared(&scope.path)? {
             shared.ballot.leave()?;
+        }
+        Ok(())
+    }
+
+    /// Decides the abort of a shared transaction with the other hosts, stops them, and undoes the changes of all unless
+    /// another host does that. `prepared_id` is the number of this host's part if it is prepared.
+    fn abort_for_all_hosts(
+        &self,
+        shared: &SharedDir<'_, B>,
+        scope: &Arc<Scope<B>>,
+        shadow: &Shadow<B>,
+        prepared_id: Option<u64>,
+    ) -> Result<(), AbortError> {
+        let decision = shared.decide(Proposal::Abort)?;
+        if decision.commit {
+            // A commit needs all parts prepared. The number of an open part is not known, so 0 is reported.
+            let id = prepared_id.unwrap_or_default();
+            return Err(StageError::Decided { id }.into());
+        }
+        scope.refuse_changes_for_good();
+        shadow.begin_undo();
+        if decision.host != shared.ballot.dir().host() {
+            self.stopped_by
+                .lock()
+                .insert(scope.path.clone(), decision.host);
+        }
+        // A prepared part is voted on, and other hosts may wait for this host's list, so the vote is aborted too.
+        match prepared_id {
+            None => self.votes.withdraw_from_votes(&scope.path)?,
+            Some(id) => self.votes.decide_vote(id, &scope.path, Proposal::Abort)?,
+        }
+        // One host undoes the changes of all hosts, after all have stopped; it may be this one.
+        let mut is_undone_here = false;
+        shared.stop(|| {
+            is_undone_here = true;
+            self.shadow_undo.undo_shadow(scope, shadow)
+        })?;
+        if !is_undone_here {
+            self.shadow_undo.update_after_remote_undo(scope, shadow)?;
         }
         Ok(())
     }

@@ -54,18 +54,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 return Err(StageError::Decided { id: NO_ID }.into());
             }
         }
-        // Any other transaction is decided here. In shadow mode the backing has the changes, so they are undone.
-        match &scope.shadow {
-            Some(shadow) if shadow.is_shared() => self.abort_shared(scope, shadow, stage)?,
-            Some(shadow) => {
-                self.record_abort(scope, stage)?;
-                scope.refuse_changes_for_good();
-                self.shadow_undo.undo_shadow(scope, shadow)?;
-                self.lower.remove_records(&scope.dir)?;
-            }
-            // In buffer mode the backing does not have the changes.
-            None => self.record_abort(scope, stage)?,
-        }
+        self.decide_and_undo(scope, stage)?;
         // Then the tables in memory lose the changes, so programs see the old tree.
         scope.drop_names_in_root();
         self.drop_changes(scope);
@@ -78,6 +67,21 @@ impl<B: Backing> TransactionalBacking<B> {
             (Some(key), _) => self.names_ballots.leave(key)?,
             (None, Stage::Prepared(id)) => self.votes.leave_vote(id, &scope.path)?,
             _ => {}
+        }
+        Ok(())
+    }
+
+    /// Decides the abort, unless a ballot has decided it. In shadow mode the backing has the changes, so they are undone.
+    fn decide_and_undo(&self, scope: &Arc<Scope<B>>, stage: Stage) -> Result<(), AbortError> {
+        match &scope.shadow {
+            Some(shadow) if shadow.is_shared() => self.abort_shared(scope, shadow, stage)?,
+            Some(shadow) => {
+                self.record_abort(scope, stage)?;
+                scope.refuse_changes_for_good();
+                self.shadow_undo.undo_shadow(scope, shadow)?;
+                self.lower.remove_records(&scope.dir)?;
+            }
+            None => self.record_abort(scope, stage)?,
         }
         Ok(())
     }

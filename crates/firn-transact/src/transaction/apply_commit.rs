@@ -302,8 +302,8 @@ impl<B: Backing> DecidedCommits<B> {
     /// Drops the changes in memory of an applied commit, so that programs see the backing again. The caller has
     /// quiesced names and data: no program uses them meanwhile.
     ///
-    /// A new object whose inode was kept open during the application uses it from now on. Any other new object is not
-    /// in use, and is looked up anew by its name.
+    /// If the inode of a new object was kept open during the application, the object uses it from now on. Any other new
+    /// object is not in use, and is looked up anew by its name.
     fn drop_applied_changes(&self, scope: &Arc<Scope<B>>) {
         scope.drop_names_in_root();
         let changed = std::mem::take(&mut *scope.changed.lock());

@@ -57,8 +57,8 @@ impl<B: Backing> TransactionalBacking<B> {
             Stage::Ended => return Err(StageError::NoTransaction.into()),
         }
         self.write_record(scope, id)?;
-        // This rename prepares the transaction. If it fails, the backup of the transaction is withdrawn, so that nothing
-        // can commit it.
+        // This rename prepares the transaction. If it fails, the backup of the transaction is withdrawn, so that the
+        // transaction cannot be committed from there.
         self.lower
             .place_record(scope, staging::RECORD)
             .inspect_err(|_| self.backups.withdraw_backup(scope))?;
@@ -70,7 +70,7 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// Removes the record of a transaction whose prepare under the number `id` has failed, so that it remains open. If
+    /// Removes the record of a transaction after a failed prepare under the number `id`, so that it remains open. If
     /// the record cannot be removed, a later firnd could decide it, so the transaction then counts as prepared.
     fn withdraw_failed_prepare(&self, scope: &Arc<Scope<B>>, id: u64) {
         let removed = self

@@ -30,7 +30,7 @@ use crate::namespace::{NameAt, Namespace};
 use crate::object::{Change, Object, ObjectKey, ObjectState, StagedCopy};
 use crate::paths::{join, last_name, names_in, parent_of};
 use crate::recovery::StoredScopes;
-use crate::scope::{Scope, ScopeTop, Stage};
+use crate::scope::{Scope, ScopeTop, Stage, TopNames};
 use crate::staging;
 use crate::top_overlay::TopName;
 use crate::transaction::apply_commit::DecidedCommits;
@@ -125,7 +125,7 @@ impl<B: Backing> LowerBacking<B> {
         let log = self
             .load_record(&scope.dir, &dir_name, staging::NAMES)
             .map_err(|_| Errno::IO)?;
-        // The file is a change log with one entry, whose names `after` are the names that were added so far.
+        // The file is a change log with one entry. Its names `after` are the names that were added so far.
         let entry = log.as_ref().and_then(|log| log.entries.first());
         let mut names: Vec<OsString> = entry
             .into_iter()
@@ -295,30 +295,10 @@ impl<B: Backing> Namespace<B> {
         new_name: &OsStr,
         flags: RenameFlags,
     ) -> Result<(), Errno> {
-        // Check the rename.
         let old_names = scope.top.names();
-        let supported_flags = RenameFlags::EXCHANGE | RenameFlags::NOREPLACE;
-        // The two flags exclude each other.
-        if flags == supported_flags || !supported_flags.contains(flags) {
-            return Err(Errno::INVAL);
-        }
-        if old_names.now.as_deref() == Some(new_name) {
-            return if flags.contains(RenameFlags::NOREPLACE) {
-                Err(Errno::EXIST)
-            } else {
-                Ok(())
-            };
-        }
-        // The name at the begin remains free for the top. So it can be taken back, and there is nothing to exchange.
-        let is_name_at_begin = old_names.at_begin.as_deref() == Some(new_name);
-        if !is_name_at_begin {
-            self.must_be_free_for_a_top(parent, new_name, flags)?;
-        } else if flags.contains(RenameFlags::EXCHANGE) {
-            return Err(Errno::NOENT);
-        }
-        // Several hosts identify the transaction by its path, and changes wait once it is prepared.
-        if self.lower.members.is_some() || !scope.is_open() || scope.stage() != Stage::Open {
-            return Err(Errno::BUSY);
+        let changes_name = self.check_top_rename(scope, &old_names, parent, new_name, flags)?;
+        if !changes_name {
+            return Ok(());
         }
         // The name is stored first, so that a recovery finds the top under it.
         self.lower.record_name(scope, new_name)?;
@@ -338,6 +318,42 @@ impl<B: Backing> Namespace<B> {
         self.scopes.count_changed_tops();
         scope.check_names(&[&scope.root]);
         Ok(())
+    }
+
+    /// Checks a rename of the top of `scope` to `new_name` in `parent`, and fails with the errno of rename(2) if it is
+    /// not possible. `old_names` are the names of the top. Returns false if the top has the new name already.
+    fn check_top_rename(
+        &self,
+        scope: &Scope<B>,
+        old_names: &TopNames,
+        parent: &Arc<Object<B>>,
+        new_name: &OsStr,
+        flags: RenameFlags,
+    ) -> Result<bool, Errno> {
+        let supported_flags = RenameFlags::EXCHANGE | RenameFlags::NOREPLACE;
+        // The two flags exclude each other.
+        if flags == supported_flags || !supported_flags.contains(flags) {
+            return Err(Errno::INVAL);
+        }
+        if old_names.now.as_deref() == Some(new_name) {
+            return if flags.contains(RenameFlags::NOREPLACE) {
+                Err(Errno::EXIST)
+            } else {
+                Ok(false)
+            };
+        }
+        // The name at the begin remains free for the top. So it can be taken back, and there is nothing to exchange.
+        let is_name_at_begin = old_names.at_begin.as_deref() == Some(new_name);
+        if !is_name_at_begin {
+            self.must_be_free_for_a_top(parent, new_name, flags)?;
+        } else if flags.contains(RenameFlags::EXCHANGE) {
+            return Err(Errno::NOENT);
+        }
+        // Several hosts identify the transaction by its path, and changes wait once it is prepared.
+        if self.lower.members.is_some() || !scope.is_open() || scope.stage() != Stage::Open {
+            return Err(Errno::BUSY);
+        }
+        Ok(true)
     }
 
     /// Checks that a transaction's uppermost directory (its top) may take `name` in `parent`, and returns the errno of
