@@ -25,7 +25,7 @@ use crate::top_overlay::TopOverlay;
 use crate::waiting::Admission;
 
 /// A copy of the fields of a [`Change`] that attributes depend on, so that its lock need not be held meanwhile.
-struct ChangedAttributes<B: Backing> {
+struct AttributeSnapshot<B: Backing> {
     /// The attributes that programs see while the commit is being applied.
     frozen_attr: Option<Attr>,
     /// The object that has the changed attributes; `None` before the first change that needs a copy.
@@ -48,7 +48,7 @@ struct InlineTimes {
     ctime: Time,
 }
 
-impl<B: Backing> ChangedAttributes<B> {
+impl<B: Backing> AttributeSnapshot<B> {
     /// Copies the parts that concern attributes from a change.
     fn from_change(change: &Change<B>) -> Self {
         Self {
@@ -107,18 +107,19 @@ impl<B: Backing> LowerBacking<B> {
         name: &OsStr,
     ) -> Result<B::Inode> {
         let caller = staging::daemon_caller();
-        let link_target = match kind {
-            Kind::File => {
-                // The commit copies the written bytes into the file, so the sparse copy is put on the same server.
-                let placing = PlacementHint::Beside(inode);
-                let (copy, file, _) =
-                    self.base
-                        .create_placed(&caller, staging_dir, name, 0o600, placing)?;
-                self.base.set_len(&file, attr.size)?;
-                return Ok(copy);
-            }
-            Kind::Symlink => self.base.readlink(inode)?,
-            _ => Vec::new(),
+        if kind == Kind::File {
+            // The commit copies the written bytes into the file, so the sparse copy is put on the same server.
+            let placing = PlacementHint::Beside(inode);
+            let (copy, file, _) =
+                self.base
+                    .create_placed(&caller, staging_dir, name, 0o600, placing)?;
+            self.base.set_len(&file, attr.size)?;
+            return Ok(copy);
+        }
+        let link_target = if kind == Kind::Symlink {
+            self.base.readlink(inode)?
+        } else {
+            Vec::new()
         };
         let (mode, rdev) = (attr.mode, attr.rdev);
         match staging::make_non_file(&self.base, staging_dir, name, mode, rdev, &link_target) {
@@ -167,7 +168,7 @@ impl<B: Backing> Objects<B> {
             .read()
             .change
             .as_deref()
-            .map(ChangedAttributes::from_change);
+            .map(AttributeSnapshot::from_change);
         // While a commit is applied to the backing, programs see the attributes that were copied before its first step.
         if let Some(frozen_attr) = change.as_ref().and_then(|change| change.frozen_attr) {
             return Ok(frozen_attr);
@@ -198,7 +199,7 @@ impl<B: Backing> Objects<B> {
         &self,
         object: &Object<B>,
         inode: Option<&B::Inode>,
-        change: &ChangedAttributes<B>,
+        change: &AttributeSnapshot<B>,
     ) -> Result<Attr> {
         let mut attr = self.read_staged_attr(object, inode, change)?;
         // A link count of 1 means that the file system does not count subdirectories.
@@ -228,7 +229,7 @@ impl<B: Backing> Objects<B> {
         &self,
         object: &Object<B>,
         inode: Option<&B::Inode>,
-        change: &ChangedAttributes<B>,
+        change: &AttributeSnapshot<B>,
     ) -> Result<Attr> {
         let base = &self.lower.base;
         let copy_attr = match &change.staged_copy {

@@ -204,10 +204,12 @@ impl<B: Backing> Files for TransactionalBacking<B> {
     /// Changes the length of a file as `resize` says, in the backing or in the transaction that has the file. Returns
     /// false, without a change, only for a `Finish` of a change that was never made; see [`Files::resize`].
     fn resize(&self, file: &TrackedFile<B>, resize: Resize) -> Result<bool> {
+        if let Resize::To(len) = resize {
+            return self.file_data.set_len_tracked(file, len).map(|()| true);
+        }
         // The bytes from this offset on may change, so their old state may have to be saved.
         let lowest_offset = match resize {
-            Resize::To(len) => return self.file_data.set_len_tracked(file, len).map(|()| true),
-            Resize::AtLeast(len) | Resize::Finish(len) => len,
+            Resize::To(len) | Resize::AtLeast(len) | Resize::Finish(len) => len,
             Resize::Unchanged => self.objects.read_attr(&file.object)?.size,
         };
         let resized = self

@@ -220,10 +220,10 @@ impl<B: Backing> Namespace<B> {
         Ok((object, attr))
     }
 
-    /// Makes a new object in the transaction's own directory, and inserts it with its name into the transaction's
-    /// tables in memory. A commit moves it to its name.
+    /// Makes a new object in the directory of the transaction `scope`, and inserts it with its name into the tables in
+    /// memory. The commit moves it to its name.
     ///
-    /// `scope` is the transaction, and `dir` the inode of `parent`. The caller has checked that the name is free.
+    /// `dir` is the inode of `parent`. The caller has checked that the name is free.
     fn make_staged(
         &self,
         scope: &Arc<Scope<B>>,

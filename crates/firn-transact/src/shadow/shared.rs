@@ -58,9 +58,11 @@ impl Protocol for ShadowEnd {
         if outcome.commit {
             return Plan::default();
         }
+        // One unit of work, which one host does.
+        let undo = Unit::Part(UNDO.to_owned());
         Plan {
             stops_first: true,
-            stages: vec![vec![Unit::Part(UNDO.to_owned())]],
+            stages: vec![vec![undo]],
         }
     }
 }

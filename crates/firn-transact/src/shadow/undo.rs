@@ -287,7 +287,8 @@ impl<'a, B: Backing> UndoPass<'a, B> {
             let is_new = !self.preexisting.contains(&ino);
             let is_missing_ancestor =
                 self.ancestor_dirs.contains(&ino) && !self.found_dirs.contains_key(&ino);
-            if !is_new && !is_missing_ancestor {
+            let is_wanted = is_new || is_missing_ancestor;
+            if !is_wanted {
                 continue;
             }
             let found = staging::find(self.base, &dir.inode, OsStr::from_bytes(&name))?;

@@ -71,7 +71,7 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// Decides the abort, unless a ballot has decided it. In shadow mode the backing has the changes, so they are undone.
+    /// Decides the abort, unless a ballot has decided it. In shadow mode also undoes the changes, which the backing has.
     fn decide_and_undo(&self, scope: &Arc<Scope<B>>, stage: Stage) -> Result<(), AbortError> {
         match &scope.shadow {
             Some(shadow) if shadow.is_shared() => self.abort_shared(scope, shadow, stage)?,
@@ -92,32 +92,28 @@ impl<B: Backing> TransactionalBacking<B> {
     ///
     /// A transaction of names with a `key` has no vote; the caller has aborted its ballot.
     fn record_abort(&self, scope: &Scope<B>, stage: Stage) -> Result<(), AbortError> {
-        match stage {
-            Stage::Open => {
-                if scope.key.is_none() {
-                    self.votes.withdraw_from_votes(&scope.path)?;
-                }
-                // From now on the transaction cannot be committed from its backup.
-                self.backups.withdraw_for_abort(scope.serial)?;
-                // With the mark `open` the next mount would take the transaction as open and drop data that programs
-                // write from now on. In shadow mode the mark remains until the changes are undone.
-                if scope.shadow.is_none() {
-                    self.lower.remove_records(&scope.dir)?;
-                }
-            }
-            Stage::Prepared(id) => {
-                if scope.key.is_none() {
-                    self.votes.decide_vote(id, &scope.path, Proposal::Abort)?;
-                }
-                self.backups.withdraw_for_abort(scope.serial)?;
-                match scope.shadow {
-                    // Without the record, the recovery after a crash undoes the transaction.
-                    Some(_) => self.lower.remove_prepared_record(&scope.dir)?,
-                    None => self.lower.remove_records(&scope.dir)?,
-                }
-            }
+        let prepared_id = match stage {
+            Stage::Open => None,
+            Stage::Prepared(id) => Some(id),
             Stage::Decided(id) => return Err(StageError::Decided { id }.into()),
             Stage::Ended => return Err(StageError::NoTransaction.into()),
+        };
+        if scope.key.is_none() {
+            match prepared_id {
+                None => self.votes.withdraw_from_votes(&scope.path)?,
+                Some(id) => self.votes.decide_vote(id, &scope.path, Proposal::Abort)?,
+            }
+        }
+        // From now on the transaction cannot be committed from its backup.
+        self.backups.withdraw_for_abort(scope.serial)?;
+        if scope.shadow.is_none() {
+            // With the mark `open` the next mount would take the transaction as open and drop data that programs write
+            // from now on.
+            self.lower.remove_records(&scope.dir)?;
+        } else if prepared_id.is_some() {
+            // In shadow mode the mark remains until the changes are undone. Without the other record, the recovery
+            // after a crash undoes them.
+            self.lower.remove_prepared_record(&scope.dir)?;
         }
         Ok(())
     }

@@ -275,7 +275,7 @@ impl<B: Backing> TransactionalBacking<B> {
         for host in list_hosts(base)? {
             owners.push(Some(Members {
                 host,
-                // Only the name of the host is used.
+                // For `drop_of` only the name of the host matters.
                 expected: Expected::Count(0),
             }));
         }
