@@ -12,7 +12,6 @@ use std::sync::Arc;
 
 use firn_backing::{Attr, Backing, Errno, Kind, PlacementHint, Result, SetTime, Time};
 
-use crate::change_log::StagedPath;
 use crate::claim::ExclusiveValue;
 use crate::link_counts::LinkCounts;
 use crate::lower_backing::LowerBacking;
@@ -392,16 +391,7 @@ impl<B: Backing> Objects<B> {
         let attr = self
             .lower
             .copy_object(kind, inode, &staging_dir.inode, OsStr::new(&name))?;
-        let copy = StagedCopy {
-            staging_dir: staging_dir.inode,
-            path: StagedPath {
-                dir: staging_dir.name,
-                name,
-            },
-            kept_inode: None,
-            final_name: None,
-        };
-        Ok((copy, attr))
+        Ok((staging_dir.into_copy(name), attr))
     }
 }
 

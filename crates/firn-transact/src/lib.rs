@@ -14,7 +14,7 @@
 //! * After a crash [`TransactionalBacking::open`] finishes what was decided and undoes what was not prepared.
 //!
 //! This is *buffer mode*. In *shadow mode* ([`shadow`]) changes go to the backing at once, after the old state was
-//! saved.
+//! saved, and an abort restores it.
 //!
 //! [`TransactionalBacking`] is assembled from parts. Each part is a struct with its own fields, locks and methods, and
 //! uses only parts below it.

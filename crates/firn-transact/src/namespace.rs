@@ -16,7 +16,6 @@ use std::sync::atomic::Ordering;
 use firn_backing::{Attr, Backing, Errno, Kind, PlacementHint, Remove, RenameFlags, Result, Time};
 
 use crate::attributes::Objects;
-use crate::change_log::StagedPath;
 use crate::claim::ExclusiveValue;
 use crate::link_counts::LinkCounts;
 use crate::listing::DirListings;
@@ -241,16 +240,7 @@ impl<B: Backing> Namespace<B> {
             placing: PlacementHint::Named { parent: dir, name },
         })?;
         let is_dir = attr.kind == Kind::Dir;
-        let staged_copy = StagedCopy {
-            staging_dir: staging_dir.inode,
-            path: StagedPath {
-                dir: staging_dir.name,
-                name: staged_name,
-            },
-            // Both are set when the commit is applied.
-            kept_inode: None,
-            final_name: None,
-        };
+        let staged_copy = staging_dir.into_copy(staged_name);
         let state = ObjectState {
             base: None,
             change: Some(Box::new(Change {
@@ -507,7 +497,7 @@ impl<B: Backing> Namespace<B> {
         if self.objects.read_attr(object)?.nlink == 0 {
             return Err(Errno::NOENT);
         }
-        self.record_link_change(&scope, object, 1);
+        self.record_link_change(&scope, object, ONE_LINK);
         self.record_name_change(
             &scope,
             NameAt { dir: parent, name },
@@ -824,6 +814,8 @@ fn note_lost_name<B: Backing>(
     Some((change.number, staged_copy.clone()))
 }
 
+/// Number of links that a new name adds to its object.
+const ONE_LINK: i64 = 1;
 /// Number of links that a rename adds to the renamed object.
 const NO_LINKS: i64 = 0;
 

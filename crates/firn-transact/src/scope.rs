@@ -18,9 +18,9 @@ use firn_backing::lock::Mutex;
 use firn_backing::{Backing, Errno};
 use parking_lot::Condvar;
 
-use crate::change_log::{ChangeLog, Direction};
+use crate::change_log::{ChangeLog, Direction, StagedPath};
 use crate::claim::Claim;
-use crate::object::{Change, Object, ObjectState};
+use crate::object::{Change, Object, ObjectState, StagedCopy};
 use crate::shadow::Shadow;
 use crate::staging;
 
@@ -142,6 +142,22 @@ pub(crate) struct StagingDir<B: Backing> {
     pub(crate) name: String,
     /// Inode of the directory.
     pub(crate) inode: B::Inode,
+}
+
+impl<B: Backing> StagingDir<B> {
+    /// Returns the staged copy that is the object `name` in this directory.
+    pub(crate) fn into_copy(self, name: String) -> StagedCopy<B> {
+        StagedCopy {
+            staging_dir: self.inode,
+            path: StagedPath {
+                dir: self.name,
+                name,
+            },
+            // Both are set when the commit is applied.
+            kept_inode: None,
+            final_name: None,
+        }
+    }
 }
 
 impl<B: Backing> Clone for StagingDir<B> {

@@ -342,13 +342,8 @@ impl<B: Backing> Revival<B> {
         let base = &self.lower.base;
         let new = staging::make_dir(base, dir, staging::NEW)?;
         staging::make_dir(base, dir, staging::AWAY)?;
-        // New objects, by their paths. The caller has checked that the manifest lists each path that an entry has.
-        let mut staged_identities = BTreeMap::new();
-        for staged in &manifest.staged {
-            let staging_dir = staging::make_dir(base, &new, &staged.at.dir)?;
-            let inode = self.make_staged(backup, staged, &staging_dir)?;
-            staged_identities.insert(&staged.at, self.read_identity(&inode)?);
-        }
+        // The caller has checked that the manifest lists each staged path that an entry has.
+        let staged_identities = self.make_all_staged(backup, manifest, &new)?;
         // The change log of this backing: the same entries, but with inode numbers and not with paths.
         let mut record = ChangeLog {
             staged: Vec::new(),
@@ -368,6 +363,23 @@ impl<B: Backing> Revival<B> {
             }
         }
         Ok(record)
+    }
+
+    /// Makes all new objects and copies of the manifest below `new`, a part of the transaction's directory. Returns
+    /// their identities by their staged paths.
+    fn make_all_staged<'m>(
+        &self,
+        backup: &BackupDir<'_, B>,
+        manifest: &'m ChangeLog,
+        new: &B::Inode,
+    ) -> Result<BTreeMap<&'m StagedPath, Identity>, ReviveError> {
+        let mut identities = BTreeMap::new();
+        for staged in &manifest.staged {
+            let staging_dir = staging::make_dir(&self.lower.base, new, &staged.at.dir)?;
+            let inode = self.make_staged(backup, staged, &staging_dir)?;
+            identities.insert(&staged.at, self.read_identity(&inode)?);
+        }
+        Ok(identities)
     }
 
     /// Returns the identity of an object of this backing.

@@ -27,7 +27,7 @@ use crate::change_log::{ChangeLog, Entry, EntryName, Identity, StagedPath};
 use crate::error::{BeginError, ScopeError, StoreError};
 use crate::lower_backing::LowerBacking;
 use crate::namespace::{NameAt, Namespace};
-use crate::object::{Change, Object, ObjectKey, ObjectState, StagedCopy};
+use crate::object::{Change, Object, ObjectKey, ObjectState};
 use crate::paths::{join, last_name, names_in, parent_of};
 use crate::recovery::StoredScopes;
 use crate::scope::{Scope, ScopeTop, Stage, TopNames};
@@ -659,15 +659,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 change: None,
             }
         } else {
-            let staged_copy = StagedCopy {
-                staging_dir: staging_dir.inode,
-                path: StagedPath {
-                    dir: staging_dir.name,
-                    name: staged_name,
-                },
-                kept_inode: None,
-                final_name: None,
-            };
+            let staged_copy = staging_dir.into_copy(staged_name);
             ObjectState {
                 base: None,
                 change: Some(Box::new(Change {
