@@ -277,7 +277,7 @@ fn collect_accesses(lists_of_file: &[FileOfHost<'_>]) -> FileAccesses {
     let mut ranges = Vec::new();
     for &FileOfHost { host, file } in lists_of_file {
         for listed in &file.processes {
-            // Index of this process in `processes`.
+            // `RangeAccess` refers to this process by its index in `processes`.
             let process = processes.len();
             for (start, end) in listed.read() {
                 let access = Access::Read;

@@ -22,9 +22,10 @@ use super::{SAVED, SaveState, Shadow};
 use crate::change_log::{
     BytesSource, ChangeLog, DataChange, Entry, EntrySide, Identity, Link, StagedPath, WrittenRange,
 };
+use crate::claim::ExclusiveValue;
 use crate::copy::copy_with_holes;
 use crate::lower_backing::LowerBacking;
-use crate::object::Object;
+use crate::object::{Object, ObjectState};
 use crate::scope::Scope;
 use crate::staging;
 
@@ -80,9 +81,7 @@ impl<B: Backing> Originals<B> {
     ) -> Result<()> {
         let ino = object.key.ino;
         let known_state = || shadow.save_states.lock().get(&ino).copied();
-        let is_enough =
-            |state: Option<SaveState>| state.is_some_and(|state| state.covers(from_offset));
-        if is_enough(known_state()) {
+        if known_state().is_some_and(|state| state.covers(from_offset)) {
             return Ok(());
         }
         if object.key.dev != shadow.dev {
@@ -96,27 +95,46 @@ impl<B: Backing> Originals<B> {
             return Ok(());
         }
         // Another thread may have saved the object before the state was acquired.
-        let mut state = known_state();
-        while !is_enough(state) {
-            let saved_by_others = self.read_logs_of_others(shadow, ino, state)?;
-            if saved_by_others.is_some() {
-                // The logs that were just read may not be durable yet.
-                self.lower.base.sync_dir(&shadow.saved)?;
-                state = saved_by_others;
-                continue;
-            }
-            let inode = claimed.base().ok_or(Errno::STALE)?;
-            let saved_here =
-                self.save_next_log(scope, shadow, object, &inode, state, from_offset)?;
-            // `None` means that another host published the log first. The next round reads that log.
-            state = saved_here.or(state);
-        }
-        let state = state.expect("the loop ends when the bytes are saved");
+        let known = known_state();
+        let state = self.save_from(scope, shadow, object, &claimed, known, from_offset)?;
         shadow.save_states.lock().insert(ino, state);
         if object.kind == Kind::Dir {
             shadow.saved_dirs.lock().insert(ino, Arc::clone(object));
         }
         Ok(())
+    }
+
+    /// Saves an object until its bytes from `from_offset` on are saved, here or by other hosts. Returns how much is
+    /// saved then; `known` says how much was known to be saved before.
+    fn save_from(
+        &self,
+        scope: &Scope<B>,
+        shadow: &Shadow<B>,
+        object: &Arc<Object<B>>,
+        claimed: &ExclusiveValue<'_, ObjectState<B>>,
+        known: Option<SaveState>,
+        from_offset: u64,
+    ) -> Result<SaveState> {
+        let mut saved = known;
+        loop {
+            if let Some(state) = saved
+                && state.covers(from_offset)
+            {
+                return Ok(state);
+            }
+            let saved_by_others = self.read_logs_of_others(shadow, object.key.ino, saved)?;
+            if saved_by_others.is_some() {
+                // The logs that were just read may not be durable yet.
+                self.lower.base.sync_dir(&shadow.saved)?;
+                saved = saved_by_others;
+                continue;
+            }
+            let inode = claimed.base().ok_or(Errno::STALE)?;
+            let saved_here =
+                self.save_next_log(scope, shadow, object, &inode, saved, from_offset)?;
+            // `None` means that another host published the log first. The next round reads that log.
+            saved = saved_here.or(saved);
+        }
     }
 
     /// Finds out how much of an object's old state other hosts of the transaction have saved, or an earlier firnd
@@ -155,7 +173,7 @@ impl<B: Backing> Originals<B> {
                 if log_count == 0 {
                     saved_from = size;
                 }
-                // The ranges of a log are in order, so the first one has the lowest offset.
+                // A log has one range at most: the bytes before those that earlier logs saved.
                 if let Some(range) = data.written.first() {
                     saved_from = range.start;
                 }
@@ -172,8 +190,8 @@ impl<B: Backing> Originals<B> {
         }))
     }
 
-    /// Saves the bytes of an object from `from` on, which `known` does not have, and publishes the next log of the
-    /// object. Returns the new state, or `None` if another host has published that log first.
+    /// Saves the bytes of an object from `from_offset` on, which `known` does not have, and publishes the next log of
+    /// the object. Returns the new state, or `None` if another host has published that log first.
     fn save_next_log(
         &self,
         scope: &Scope<B>,
@@ -181,7 +199,7 @@ impl<B: Backing> Originals<B> {
         object: &Arc<Object<B>>,
         inode: &B::Inode,
         known: Option<SaveState>,
-        from: u64,
+        from_offset: u64,
     ) -> Result<Option<SaveState>> {
         // `saved_from` is the lowest offset whose bytes are saved. At first no bytes of a file are saved, so it is the
         // size.
@@ -198,8 +216,8 @@ impl<B: Backing> Originals<B> {
         };
         let mut copy = None;
         if object.kind == Kind::File {
-            if from < saved_from {
-                let start = first_offset_to_save(from, log_count);
+            if from_offset < saved_from {
+                let start = first_offset_to_save(from_offset, log_count);
                 let name = self.copy_bytes(shadow, inode, start..saved_from)?;
                 copy = Some(CopiedBytes { start, name });
             }

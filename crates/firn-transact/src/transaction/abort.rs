@@ -71,7 +71,8 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// Decides the abort, unless a ballot has decided it. In shadow mode also undoes the changes, which the backing has.
+    /// Decides the abort, unless a ballot has decided it. In shadow mode also undoes the changes, as the backing has
+    /// them.
     fn decide_and_undo(&self, scope: &Arc<Scope<B>>, stage: Stage) -> Result<(), AbortError> {
         match &scope.shadow {
             Some(shadow) if shadow.is_shared() => self.abort_shared(scope, shadow, stage)?,
