@@ -143,7 +143,7 @@ impl<'a, B: Backing> PortableLogMaker<'a, B> {
     /// its path; `None` if the name does not exist or leads to another object.
     ///
     /// The directory of the name is searched for first, which may lead to further searches. `searched` has the numbers
-    /// of all objects that are being searched for, so that a circle of directories ends the search.
+    /// of all objects that are being searched for, so that a cycle of directories ends the search.
     fn find_at(
         &mut self,
         entry: &Entry,

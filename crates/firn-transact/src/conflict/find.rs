@@ -279,23 +279,19 @@ fn collect_accesses(lists_of_file: &[FileOfHost<'_>]) -> FileAccesses {
         for listed in &file.processes {
             // `RangeAccess` refers to this process by its index in `processes`.
             let process = processes.len();
-            for (start, end) in listed.read() {
-                let access = Access::Read;
+            let mut add_range = |(start, end), access| {
                 ranges.push(RangeAccess {
                     start,
                     end,
                     process,
                     access,
                 });
+            };
+            for range in listed.read() {
+                add_range(range, Access::Read);
             }
-            for (start, end) in listed.written() {
-                let access = Access::Write;
-                ranges.push(RangeAccess {
-                    start,
-                    end,
-                    process,
-                    access,
-                });
+            for range in listed.written() {
+                add_range(range, Access::Write);
             }
             let pid = listed.pid;
             processes.push(FileUser { host, pid });

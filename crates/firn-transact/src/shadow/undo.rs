@@ -214,8 +214,8 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         let is_backing_top = ino == self.backing_top_ino;
         let mut names = Vec::new();
         for (name, child, _) in staging::list(self.base, inode)? {
-            let is_firn_dir = is_backing_top && name == staging::FIRN_DIR.as_bytes();
-            if !is_firn_dir {
+            let is_private_dir = is_backing_top && name == staging::FIRN_DIR.as_bytes();
+            if !is_private_dir {
                 names.push((name, child));
             }
         }
@@ -604,8 +604,10 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         if entry.unchanged_name.is_none() && !changes_names {
             entry.unchanged_name = saved_name;
         }
-        // It is found already, or by a name that the undo removes or restores. `find_dirs` reports missing directories.
-        if is_dir || is_found || changes_names {
+        // The undo removes or restores a name of the object, so the application finds the object by that name.
+        let is_findable = is_found || changes_names;
+        // `find_dirs` has reported missing directories.
+        if is_dir || is_findable {
             return Ok(());
         }
         // Only the unchanged name is left to find the file by.
