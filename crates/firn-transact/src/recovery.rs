@@ -156,7 +156,7 @@ impl<B: Backing> ArenaNotes<B> {
         stored: &StoredTransaction<B>,
     ) -> Result<Vec<Vec<u8>>, StoreError> {
         let StoredTransaction { dir, name, .. } = stored;
-        // All changes of a decided transaction are in the backing. Pending data was written later and is kept.
+        // All changes of a decided transaction are durable. Pending data was written later and is kept.
         if self.lower.has_decided_record(dir)? {
             return Ok(Vec::new());
         }

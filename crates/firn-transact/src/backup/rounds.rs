@@ -218,7 +218,7 @@ impl<B: Backing> Backups<B> {
         record: &ChangeLog,
     ) -> Result<u64, BackupError> {
         let id_before = self.lower.present_commit_id(&scope.path)?;
-        // A copy of an ended transaction must not seem to be prepared beside this one.
+        // Without their manifests, the copies of ended transactions do not look like prepared ones beside this one.
         for name in mirror.ended_dir_names() {
             remove_manifest_of(&mirror.store, &name)?;
         }

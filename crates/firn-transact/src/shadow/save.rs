@@ -278,8 +278,8 @@ impl<B: Backing> Originals<B> {
         let is_backing_top = dir.parent().is_none();
         let mut names = Vec::new();
         for (name, ino, _) in staging::list(&self.lower.base, inode)? {
-            let is_firn_dir = is_backing_top && name == staging::FIRN_DIR.as_bytes();
-            if !is_firn_dir {
+            let is_private_dir = is_backing_top && name == staging::FIRN_DIR.as_bytes();
+            if !is_private_dir {
                 names.push((name, ino));
             }
         }
