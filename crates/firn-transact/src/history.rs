@@ -445,8 +445,8 @@ impl<B: Backing> History<B> {
             let Some(serial) = kept_log_serial(&name) else {
                 continue;
             };
-            // The rename of the directory from `tx-N` to `undo-N` must be durable before files in it are removed. If
-            // the rename were lost, the next recovery would apply the commit once more and need these files.
+            // The rename from `tx-N` to `undo-N` must be durable before files in the directory are removed. If the
+            // rename were lost, the next recovery would apply the commit once more and need these files.
             if !is_synced {
                 self.lower.base.sync_dir(transactions_dir)?;
                 is_synced = true;

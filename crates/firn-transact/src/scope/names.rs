@@ -26,8 +26,8 @@ use super::Scope;
 use crate::object::{Change, Object, ObjectState};
 use crate::uses::Area;
 
-/// Number of the change of a directory that its scopes of names share. The change is in no transaction's list of changed
-/// objects, where numbers begin at 1.
+/// Number of the change of a directory that its scopes of names share. No transaction has this change in its list of
+/// changed objects, where numbers begin at 1.
 const SHARED_CHANGE_NUMBER: u64 = 0;
 
 /// The names of a scope of names. Names may be added while the transaction is open: a snapshot that was taken before
