@@ -335,8 +335,8 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
     /// Adds to the change log that the transaction created or renamed its uppermost directory, the *top*. Returns the
     /// change of the top's name; `None` if the name is the same as before.
     ///
-    /// If the name is unchanged and the log changes the top in another way, the name is added too: without it the
-    /// application of the log could not find the top.
+    /// If the name is unchanged and the log has an entry of the top, the name is added too: without it the application
+    /// of the log could not find the top.
     fn add_top_name(&mut self) -> Option<TopChange> {
         let names = self.scope.top.names();
         let has_new_name = names.before != names.now;

@@ -403,8 +403,8 @@ impl<B: Backing> History<B> {
             .remove_transaction(transactions_dir, dir, &format!("tx-{serial}"))
     }
 
-    /// Removes the files in `dir` that an undo of the commit does not need: the files that only say how far the
-    /// transaction is, and the new bytes, which the commit has moved or copied to the tree.
+    /// Removes the files in `dir` that an undo of the commit does not need: the files `open`, `arena` and `backup`,
+    /// and the new bytes, which the commit has moved or copied to the tree.
     fn remove_redo_files(&self, dir: &B::Inode) -> Result<(), Errno> {
         // An undo finds objects by their anchors, so these remain.
         let is_anchor = |name: &[u8]| name.starts_with(ANCHOR.as_bytes());

@@ -299,12 +299,12 @@ impl<B: Backing> Scopes<B> {
         for (index, scope) in list.iter().enumerate() {
             assert!(
                 scope.serial <= last_serial,
-                "a scope has a serial number that was assigned"
+                "a serial number is given out once"
             );
             for other in &list[..index] {
                 assert_ne!(
                     scope.serial, other.serial,
-                    "no two scopes have the same serial number"
+                    "a serial number is given out once"
                 );
                 assert!(
                     !scope.covers(&other.root) && !other.covers(&scope.root),

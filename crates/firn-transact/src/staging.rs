@@ -109,7 +109,8 @@ pub(crate) fn load_scope<B: Backing>(
 }
 
 /// Makes an object other than a regular file, of the kind in `mode`: a directory, a symbolic link to `target`, or a
-/// special file with the device number `rdev`. Only the owner may use it until the caller sets its attributes.
+/// special file with the device number `rdev`. The caller sets its attributes; only the owner may use a directory
+/// or special file until then.
 pub(crate) fn make_non_file<B: Backing>(
     base: &B,
     dir: &B::Inode,

@@ -33,7 +33,7 @@ use crate::scopes::Scopes;
 use crate::staging;
 use crate::transactional::TransactionalBacking;
 
-/// For the progress after a prepare, which copies all bytes.
+/// For the progress after a prepare, which copies all bytes, and after a round that failed.
 const NO_BYTES_LEFT: u64 = 0;
 
 /// The backup of prepared transactions, if the mount has one.

@@ -36,8 +36,8 @@ use crate::staging;
 use crate::transactional::TransactionalBacking;
 use crate::vote::{JointDecision, Proposal, scoped_name};
 
-/// Name of the directory of a shared transaction. For a transaction that does not cover the whole backing, `-` and the
-/// id of its scope follow.
+/// Name of the directory of a shared transaction. For a transaction that does not cover the whole backing, `-` and a
+/// string for the path of its scope follow ([`scoped_name`]).
 const DIR: &str = "shadow";
 /// Name of the file with the path of the scope.
 const SCOPE: &str = "scope";
