@@ -39,7 +39,7 @@ use crate::change_log::{
     Identity, StagedPath, StoredTime, WrittenRange,
 };
 use crate::copy::copy_with_holes;
-use crate::staging::{self, find, firnd_caller, write_all};
+use crate::staging::{self, daemon_caller, find, write_all};
 
 /// Number of threads that write files at the same time.
 const WRITE_THREADS: usize = 4;
@@ -128,6 +128,19 @@ pub(crate) struct MadeDir<B: Backing> {
     pub(crate) inode: B::Inode,
 }
 
+/// Returns the modification time of an object that several hosts may have changed in one transaction.
+///
+/// `copied` is the time that this host's programs gave the object, and `in_backing` the one that it has now. If that is
+/// still the time `at_first_change` of this host, no other host changed the object, so `copied` counts even if it is
+/// older. Otherwise the latest time counts.
+fn merged_mtime(copied: Time, in_backing: Time, at_first_change: Option<Time>) -> Time {
+    if at_first_change == Some(in_backing) {
+        copied
+    } else {
+        copied.max(in_backing)
+    }
+}
+
 /// One application of a change log.
 pub(crate) struct Apply<'a, B: Backing> {
     base: &'a B,
@@ -151,8 +164,8 @@ pub(crate) struct Apply<'a, B: Backing> {
     /// Object numbers of new directories that other hosts may make as well. They are made under their final names,
     /// because two hosts cannot both move a directory there.
     made_dirs: BTreeSet<u64>,
-    /// For a shared log: modification times of the objects before the application began.
-    mtimes_before: HashMap<u64, Time>,
+    /// For a shared log: modification times that the objects had in the backing when the application began.
+    mtimes_in_backing: HashMap<u64, Time>,
 }
 
 impl<'a, B: Backing> Apply<'a, B> {
@@ -186,7 +199,7 @@ impl<'a, B: Backing> Apply<'a, B> {
             completed_entries: HashSet::new(),
             is_shared: log.shared && direction == Direction::Redo,
             made_dirs: BTreeSet::new(),
-            mtimes_before: HashMap::new(),
+            mtimes_in_backing: HashMap::new(),
         }
     }
 
@@ -245,10 +258,11 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(())
     }
 
-    /// Makes the new directories that several hosts may make under the same names, or finds those that another host has
-    /// made. Returns all of them.
+    /// Makes the new directories that a shared log has in common with the logs of other hosts, or finds those that
+    /// another host has made. Returns all of them.
     ///
-    /// Does nothing unless the log is *shared*: several hosts commit one transaction, each with its own log.
+    /// Does nothing unless the log is *shared*: several hosts commit one transaction, each with its own log. Fails with
+    /// ESTALE if the parents of such directories form a cycle, or if the parent of a parent is missing.
     pub(crate) fn make_shared_dirs(&mut self) -> Result<Vec<MadeDir<B>>> {
         let mut waiting_changes = self.shared_dir_changes();
         let numbers: BTreeSet<u64> = waiting_changes
@@ -258,7 +272,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         let mut made_dirs = Vec::new();
         // Each round makes the directories that have a parent by now.
         while !waiting_changes.is_empty() {
-            let count_before = waiting_changes.len();
+            let count_at_start = waiting_changes.len();
             for change in std::mem::take(&mut waiting_changes) {
                 let EntryName { dir: parent, name } = &change.added_names[0];
                 let must_wait = numbers.contains(parent) && !self.made_dirs.contains(parent);
@@ -266,7 +280,7 @@ impl<'a, B: Backing> Apply<'a, B> {
                     waiting_changes.push(change);
                     continue;
                 }
-                // Without its parent the directory cannot be made here; the later steps report that.
+                // The parent is missing. The directory is skipped here, and `add_new_names` then fails with ESTALE.
                 let Some(parent_inode) = self.find_object(*parent)? else {
                     continue;
                 };
@@ -277,8 +291,8 @@ impl<'a, B: Backing> Apply<'a, B> {
                 self.made_dirs.insert(number);
                 made_dirs.push(MadeDir { number, inode });
             }
-            // A round without progress means that the parents form a cycle, or that a parent is missing.
-            if waiting_changes.len() == count_before {
+            // All directories had to wait for a parent, so no further round can help.
+            if waiting_changes.len() == count_at_start {
                 return Err(Errno::STALE);
             }
         }
@@ -305,25 +319,25 @@ impl<'a, B: Backing> Apply<'a, B> {
             .collect()
     }
 
-    /// Makes the directory `name` in `dir`, or finds the one that another host of the transaction has made. Sets its
-    /// attributes in both cases, to those of the new directory that was staged in the transaction's own directory.
+    /// Makes the directory `name` in `dir`, or finds the one that another host has made. Its attributes become those of
+    /// the staged directory, which a program made and which never gets the name itself.
     fn find_or_make_dir(
         &mut self,
         change: &EntryChange<'a>,
         dir: &B::Inode,
         name: &OsStr,
     ) -> Result<B::Inode> {
-        let inode = match self.base.mkdir(&firnd_caller(), dir, name, 0o700) {
+        let inode = match self.base.mkdir(&daemon_caller(), dir, name, 0o700) {
             Ok((inode, _)) => inode,
             Err(Errno::EXIST) => self.base.lookup(dir, name)?.0,
             Err(errno) => return Err(errno),
         };
         // Attributes are also set if another host made the directory, because that host may have died before it set
         // them.
-        if let Some(staged) = change.staged_at {
-            let staging_dir = self.staging_dir(&staged.dir)?;
-            let staged_dir = find(self.base, &staging_dir, OsStr::new(&staged.name))?;
-            if let Some((staged_inode, _)) = staged_dir {
+        if let Some(staged_path) = change.staged_at {
+            let parent_of_staged = self.staging_dir(&staged_path.dir)?;
+            let staged = find(self.base, &parent_of_staged, OsStr::new(&staged_path.name))?;
+            if let Some((staged_inode, _)) = staged {
                 staging::copy_attributes(self.base, &staged_inode, &inode)?;
             }
         }
@@ -339,7 +353,7 @@ impl<'a, B: Backing> Apply<'a, B> {
             let number = change.entry.number;
             if let Some(inode) = self.find_object(number)? {
                 let mtime = self.base.attr(&inode)?.mtime;
-                self.mtimes_before.insert(number, mtime);
+                self.mtimes_in_backing.insert(number, mtime);
             }
         }
         Ok(())
@@ -389,7 +403,8 @@ impl<'a, B: Backing> Apply<'a, B> {
     /// Looks for an object of the log under its names in the tree, then in `away/` (objects between two names), and
     /// then at its staged paths in the transaction's directory. Returns `None` if it is at none of them.
     ///
-    /// The names come in the order in which the object gets them, so that a repeated application finds it.
+    /// An application that is repeated after a crash may find the object at any of these places. The new names come
+    /// before the old ones, because the crash may have come after the object got its new name.
     fn search_names(
         &mut self,
         change: &EntryChange<'a>,
@@ -412,8 +427,14 @@ impl<'a, B: Backing> Apply<'a, B> {
         if let Some(inode) = self.find_under_name(entry, self.away_dir, away_name.as_bytes())? {
             return Ok(Some(inode));
         }
-        // Where an undo finds a removed object, where a new object waits, and a further link to an old object.
-        let staged_paths = [change.kept_at, change.staged_at, entry.anchor_at.as_ref()];
+        let staged_paths = [
+            // An object that lost its last name, kept for an undo.
+            change.kept_at,
+            // A new object that has no name yet.
+            change.staged_at,
+            // A further link to an object of the backing of which no other name is known.
+            entry.anchor_at.as_ref(),
+        ];
         for path in staged_paths.into_iter().flatten() {
             let staging_dir = self.staging_dir(&path.dir)?;
             if let Some(inode) = self.find_under_name(entry, &staging_dir, path.name.as_bytes())? {
@@ -540,8 +561,8 @@ impl<'a, B: Backing> Apply<'a, B> {
     /// Changes size and bytes of a file of the log. The new bytes come from the log or from the staged copy, a file in
     /// the transaction's directory.
     ///
-    /// Does nothing if the entry is complete, has no data, or belongs to an object that is not found. Does nothing
-    /// either if only the size changes and the file has it already.
+    /// Does nothing if the entry is complete, has no data, or belongs to an object that is not found. The same holds if
+    /// only the size changes and the file has that size already.
     fn write_data(&mut self, change: &EntryChange<'a>) -> Result<()> {
         if self.completed_entries.contains(&change.entry.number) {
             return Ok(());
@@ -553,15 +574,16 @@ impl<'a, B: Backing> Apply<'a, B> {
             return Ok(());
         };
         let size = self.base.attr(&inode)?.size;
-        // In a shared log, a file that grows may have got bytes behind its end from another host's log.
-        let may_grow = self.is_shared && data.grows;
+        // In a shared log, another host's log may make the file longer still.
+        let may_be_longer = self.is_shared && data.grows;
+        // Old bytes from `cut` on become zeros. If `cut` is at the new size or behind it, no old byte does.
         let changes_only_size = data.written.is_empty() && data.cut >= data.size;
-        let has_size = size == data.size || (may_grow && size > data.size);
+        let has_size = size == data.size || (may_be_longer && size > data.size);
         if changes_only_size && has_size {
             return Ok(());
         }
         let file = self.base.open(&inode, Access::ReadWrite)?;
-        if !may_grow {
+        if !may_be_longer {
             self.set_size(data, size, &file)?;
         } else if data.size > size {
             // If another host's log has made the file longer already, the file is not shortened. The hosts write
@@ -625,11 +647,10 @@ impl<'a, B: Backing> Apply<'a, B> {
 
     /// Removes the old names of an object of the log, as far as they still lead to it.
     ///
-    /// The object itself must not be removed while it is still needed:
-    /// * if an undo may need the object, its first old name moves to a staged path in the transaction's directory;
-    /// * otherwise it moves to `away/` (objects between two names) if the object gets a new name, or if it is a
-    ///   directory, which [`Self::remove_dir`] removes when it is empty;
-    /// * all further names are unlinked.
+    /// The first old name is moved if the object is still needed; all further names are unlinked.
+    /// * An object that an undo may need moves to its staged path in the transaction's directory.
+    /// * An object that gets a new name moves to `away/`, where objects wait between two names.
+    /// * Any other directory moves there too, and [`Self::remove_dir`] removes it when it is empty.
     fn remove_old_names(&mut self, change: &EntryChange<'a>) -> Result<()> {
         for entry_name in change.removed_names {
             // A directory that is gone has no names. A name that leads elsewhere was removed by an earlier attempt.
@@ -643,9 +664,10 @@ impl<'a, B: Backing> Apply<'a, B> {
             if self.move_to_staged_path(change, &dir, name)? {
                 continue;
             }
-            let away_name = change.away_name();
-            let away_name = OsStr::new(&away_name);
+            let away_string = change.away_name();
+            let away_name = OsStr::new(&away_string);
             let gets_name = !change.added_names.is_empty();
+            // One link in `away/` is enough for a file with several old names.
             let moves_away = change.entry.is_dir
                 || (gets_name && find(self.base, self.away_dir, away_name)?.is_none());
             if moves_away {
@@ -787,26 +809,19 @@ impl<'a, B: Backing> Apply<'a, B> {
             return staging::copy_attributes(self.base, &copy, inode);
         }
         let copied_mtime = self.base.attr(&copy)?.mtime;
-        // The time that the object had before this application. Without one, only the time of the copy counts.
-        let mtime_before = match self.mtimes_before.get(&change.entry.number) {
-            Some(mtime_before) => *mtime_before,
+        let mtime = match self.mtimes_in_backing.get(&change.entry.number) {
+            Some(&in_backing) => {
+                let at_first_change = change.side.mtime_before.map(Time::from);
+                merged_mtime(copied_mtime, in_backing, at_first_change)
+            }
+            // The object was not found when the application began, so there is no other time to compare with.
             None => copied_mtime,
-        };
-        // If only this host changed the object, its time counts even if it is older. Otherwise the latest time counts.
-        let only_this_host_changed = change
-            .side
-            .mtime_before
-            .is_some_and(|logged| mtime_before == Time::from(logged));
-        let mtime = if only_this_host_changed {
-            copied_mtime
-        } else {
-            copied_mtime.max(mtime_before)
         };
         self.base
             .set_times(inode, SetTime::Keep, SetTime::At(mtime))
     }
 
-    /// Removes a directory that lost its last name. The directory is in `away/` and empty by now.
+    /// Removes a directory that lost its last name. It is in `away/` and empty by now.
     fn remove_dir(&mut self, change: &EntryChange<'a>) -> Result<()> {
         let may_be_away = !change.removed_names.is_empty() || change.entry.unchanged_name.is_none();
         let is_needed = !change.added_names.is_empty() || change.kept_at.is_some();

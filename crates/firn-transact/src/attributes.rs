@@ -1,18 +1,17 @@
-//! [`Objects`]: attributes of files and directories, with the changes of an open transaction.
+//! Attributes of files and directories as programs see them, with the changes of an open transaction ([`Objects`]).
+//!
+//! The *backing* is the directory below the mount. The *scope* of a transaction is what it covers.
 //!
 //! A changed object has its attributes in its *staged copy*: a file or directory in the transaction's own directory,
 //! which is made at the first change that needs a copy. A file with a few overwritten bytes has no staged copy; its new
 //! times are in memory with these bytes (*inline changes*). While a commit is being applied, attributes come from the
 //! tables in memory, which have those of the copy ([`crate::object::Change::frozen_attr`]).
-//!
-//! The *scope* of a transaction is what it covers. The *backing* is the directory below the mount.
 
 use std::ffi::OsStr;
 use std::sync::Arc;
 
 use firn_backing::{Attr, Backing, Errno, Kind, PlacementHint, Result, SetTime, Time};
 
-use crate::change_log::StagedPath;
 use crate::claim::ExclusiveValue;
 use crate::link_counts::LinkCounts;
 use crate::lower_backing::LowerBacking;
@@ -24,20 +23,22 @@ use crate::staging;
 use crate::top_overlay::TopOverlay;
 use crate::waiting::Admission;
 
-/// The parts of a change that concern attributes; copied from [`Change`], which documents them.
-struct ChangedAttributes<B: Backing> {
+/// A copy of the fields of a [`Change`] that attributes depend on, so that its lock need not be held meanwhile.
+struct AttributeSnapshot<B: Backing> {
     /// The attributes that programs see while the commit is being applied.
     frozen_attr: Option<Attr>,
+    /// The object that has the changed attributes; `None` before the first change that needs a copy.
     staged_copy: Option<StagedCopy<B>>,
     /// Times after the last inline change; `None` without inline changes.
     inline_times: Option<InlineTimes>,
     /// What the transaction adds to the link count.
     link_delta: i64,
+    /// Whether the directory was removed.
     is_removed: bool,
     /// Time of the last change of a name in the directory.
-    names_changed_at: Option<Time>,
+    entries_changed_at: Option<Time>,
     /// Time of the last change of a name of the object itself.
-    own_names_changed_at: Option<Time>,
+    links_changed_at: Option<Time>,
 }
 
 /// Modification time and change time of a file with inline changes.
@@ -46,7 +47,7 @@ struct InlineTimes {
     ctime: Time,
 }
 
-impl<B: Backing> ChangedAttributes<B> {
+impl<B: Backing> AttributeSnapshot<B> {
     /// Copies the parts that concern attributes from a change.
     fn from_change(change: &Change<B>) -> Self {
         Self {
@@ -58,8 +59,8 @@ impl<B: Backing> ChangedAttributes<B> {
             }),
             link_delta: change.link_delta,
             is_removed: change.is_removed,
-            names_changed_at: change.names_changed_at,
-            own_names_changed_at: change.own_names_changed_at,
+            entries_changed_at: change.entries_changed_at,
+            links_changed_at: change.links_changed_at,
         }
     }
 }
@@ -92,8 +93,10 @@ impl<B: Backing> LowerBacking<B> {
         Ok(attr)
     }
 
-    /// Makes an object `name` in `staging_dir`, a directory of the transaction, of the kind and size of `inode`. `attr`
-    /// are the attributes of `inode`; only kind, size and device number are taken from it.
+    /// Makes an object `name` in `staging_dir`, a directory of the transaction, of the same kind as `inode`. A regular
+    /// file gets the same size and no bytes; a symbolic link gets the same target.
+    ///
+    /// `kind` and `attr` are those of `inode`. Of `attr` only the kind, the size and the device number are used.
     fn make_empty_copy(
         &self,
         kind: Kind,
@@ -102,23 +105,24 @@ impl<B: Backing> LowerBacking<B> {
         staging_dir: &B::Inode,
         name: &OsStr,
     ) -> Result<B::Inode> {
-        let caller = staging::firnd_caller();
-        let link_target = match kind {
-            Kind::File => {
-                // The commit copies the written bytes into the file, so the sparse copy is put on the same server.
-                let placing = PlacementHint::Beside(inode);
-                let (copy, file, _) =
-                    self.base
-                        .create_placed(&caller, staging_dir, name, 0o600, placing)?;
-                self.base.set_len(&file, attr.size)?;
-                return Ok(copy);
-            }
-            Kind::Symlink => self.base.readlink(inode)?,
-            _ => Vec::new(),
+        let caller = staging::daemon_caller();
+        if kind == Kind::File {
+            // The commit copies the written bytes into the file, so the sparse copy is put on the same server.
+            let placing = PlacementHint::Beside(inode);
+            let (copy, file, _) =
+                self.base
+                    .create_placed(&caller, staging_dir, name, 0o600, placing)?;
+            self.base.set_len(&file, attr.size)?;
+            return Ok(copy);
+        }
+        let link_target = if kind == Kind::Symlink {
+            self.base.readlink(inode)?
+        } else {
+            Vec::new()
         };
         let (mode, rdev) = (attr.mode, attr.rdev);
-        match staging::make_special(&self.base, staging_dir, name, mode, rdev, &link_target) {
-            // A user other than root may not make a device. A plain file can have the same attributes.
+        match staging::make_non_file(&self.base, staging_dir, name, mode, rdev, &link_target) {
+            // A user other than root may not make a device. An empty file can have the same attributes.
             Err(Errno::PERM) if !matches!(kind, Kind::Dir | Kind::Symlink) => {
                 Ok(self.base.create(&caller, staging_dir, name, 0o600)?.0)
             }
@@ -155,23 +159,29 @@ impl<B: Backing> Objects<B> {
 
     /// Returns the attributes of an object as programs see them, with the changes of an open transaction. Fails with
     /// ESTALE if the object was made in a transaction that was aborted.
+    ///
+    /// A *top* is the uppermost directory of a transaction. Its parent shows it even if the backing does not have it.
     pub(crate) fn read_attr(&self, object: &Object<B>) -> Result<Attr> {
         let claimed = object.state.acquire_shared();
         let change = claimed
             .read()
             .change
             .as_deref()
-            .map(ChangedAttributes::from_change);
-        // While a commit is applied to the backing, the attributes from before the first step count.
+            .map(AttributeSnapshot::from_change);
+        // While a commit is applied to the backing, programs see the attributes that were copied before its first step.
         if let Some(frozen_attr) = change.as_ref().and_then(|change| change.frozen_attr) {
             return Ok(frozen_attr);
         }
         let mut attr = match (claimed.base(), &change) {
+            // Unchanged, but with subdirectories that only a transaction has.
             (Some(inode), None) if self.top_overlay.has_tops_in(object) => {
                 self.top_overlay.attr_with_tops(object, &inode)?
             }
+            // Unchanged.
             (Some(inode), None) => self.link_counts.attr_without_hidden_links(object, &inode)?,
+            // Made in a transaction that was aborted.
             (None, None) => return Err(Errno::STALE),
+            // Changed or made in an open transaction.
             (inode, Some(change)) => self.read_changed_attr(object, inode.as_ref(), change)?,
         };
         if object.is_gone() {
@@ -188,21 +198,22 @@ impl<B: Backing> Objects<B> {
         &self,
         object: &Object<B>,
         inode: Option<&B::Inode>,
-        change: &ChangedAttributes<B>,
+        change: &AttributeSnapshot<B>,
     ) -> Result<Attr> {
         let mut attr = self.read_staged_attr(object, inode, change)?;
         // A link count of 1 means that the file system does not count subdirectories.
         if object.kind != Kind::Dir || attr.nlink > 1 {
+            // The two numbers are not read at one instant, so a negative sum is raised to 0.
             attr.nlink = (i64::from(attr.nlink) + change.link_delta).max(0) as u32;
         }
         if change.is_removed {
             attr.nlink = 0;
         }
-        if let Some(changed_at) = change.names_changed_at {
+        if let Some(changed_at) = change.entries_changed_at {
             attr.mtime = attr.mtime.max(changed_at);
             attr.ctime = attr.ctime.max(changed_at);
         }
-        if let Some(changed_at) = change.own_names_changed_at {
+        if let Some(changed_at) = change.links_changed_at {
             attr.ctime = attr.ctime.max(changed_at);
         }
         Ok(attr)
@@ -217,7 +228,7 @@ impl<B: Backing> Objects<B> {
         &self,
         object: &Object<B>,
         inode: Option<&B::Inode>,
-        change: &ChangedAttributes<B>,
+        change: &AttributeSnapshot<B>,
     ) -> Result<Attr> {
         let base = &self.lower.base;
         let copy_attr = match &change.staged_copy {
@@ -253,31 +264,35 @@ impl<B: Backing> Objects<B> {
         self.change_staged_copy(object, change, |change| change.changes_attributes = true)
     }
 
-    /// Changes attributes of an object by a call of `change`.
+    /// Changes attributes of an object: calls `set` with the inode that has to change, and returns its result.
     ///
-    /// If a transaction keeps its changes of the object back until the commit, `change` is called for the staged copy,
-    /// an object in the transaction's directory, which is made if there is none. Then `record_change` is called to note
-    /// the change in memory. In any other case `change` is called for the object in the backing.
+    /// If a transaction keeps its changes of the object back until the commit, that is the staged copy, an object in
+    /// the transaction's directory, which is made if there is none. Then `record` is called to note the change in
+    /// memory. In any other case it is the object in the backing.
     fn change_staged_copy(
         &self,
         object: &Arc<Object<B>>,
-        change: impl FnOnce(&B::Inode) -> Result<()>,
-        record_change: impl FnOnce(&mut Change<B>),
+        set: impl FnOnce(&B::Inode) -> Result<()>,
+        record: impl FnOnce(&mut Change<B>),
     ) -> Result<()> {
         // Waits while a transaction of the object is prepared or being committed.
         let (_data, scope) = self.admission.enter_data_change(object)?;
         // In shadow mode this saves the old attributes and returns `None`. No bytes of the file change.
-        let Some(scope) = self.originals.buffering_scope(scope, object, NO_BYTES)? else {
+        let Some(scope) = self
+            .originals
+            .save_unless_buffering(scope, object, NO_BYTES)?
+        else {
             let claimed = object.state.acquire_shared();
-            return change(&claimed.inode(&self.lower.base)?);
+            return set(&claimed.inode(&self.lower.base)?);
         };
         let claimed = object.state.acquire_exclusive();
+        // An object without a name is not part of the commit, so it needs no copy.
         if !object.is_nameless() {
             self.stage_copy(&scope, object, &claimed)?;
         }
-        change(&claimed.inode(&self.lower.base)?)?;
-        if let Some(object_change) = &mut claimed.edit().change {
-            record_change(object_change);
+        set(&claimed.inode(&self.lower.base)?)?;
+        if let Some(change) = &mut claimed.edit().change {
+            record(change);
         }
         // The check acquires the object's state itself.
         drop(claimed);
@@ -304,7 +319,7 @@ impl<B: Backing> Objects<B> {
         self.change_staged_copy(object, set_times, |change| {
             // The requested time counts, whatever changed in the directory before.
             if mtime != SetTime::Keep {
-                change.names_changed_at = None;
+                change.entries_changed_at = None;
             }
         })
     }
@@ -340,8 +355,10 @@ impl<B: Backing> Objects<B> {
         if let Some(inline) = &inline {
             self.write_out_inline(inline, &staged_copy)?;
         }
+        // `edit` locks the state only for a short time, so the lock was released during the calls of the backing above.
         let mut state = claimed.edit();
         let change = scope.get_or_create_change(object, &mut state);
+        // The copy has the inline bytes now, so they become a written range of the copy.
         if let Some(inline) = change.inline.take() {
             Self::subtract_inline_bytes(scope, &inline);
             for (offset, bytes) in inline.overwrites() {
@@ -349,6 +366,7 @@ impl<B: Backing> Objects<B> {
             }
         }
         change.staged_copy = Some(staged_copy);
+        // No old byte is cut off yet.
         change.cut = attr.size;
         change.original = Some(OriginalVersion {
             size: attr.size,
@@ -373,16 +391,7 @@ impl<B: Backing> Objects<B> {
         let attr = self
             .lower
             .copy_object(kind, inode, &staging_dir.inode, OsStr::new(&name))?;
-        let copy = StagedCopy {
-            staging_dir: staging_dir.inode,
-            path: StagedPath {
-                dir: staging_dir.name,
-                name,
-            },
-            kept_inode: None,
-            final_name: None,
-        };
-        Ok((copy, attr))
+        Ok((staging_dir.into_copy(name), attr))
     }
 }
 

@@ -23,8 +23,11 @@ use crate::namespace::NameAt;
 use crate::object::{Object, ObjectKey};
 use crate::transactional::TransactionalBacking;
 
-/// How [`forward`] passes a call to the backing below. An object stands for its inode there: the staged copy, which is
-/// in the directory of its transaction, or else the object's own inode.
+/// How [`forward`] passes a call to the backing below. For example, `forward!(base: features statfs)` defines both
+/// methods as calls of `self.lower.base`.
+///
+/// An object stands for its inode there: the staged copy, which is in the directory of its transaction, or else the
+/// object's own inode.
 macro_rules! base {
     ($self:ident, |$base:ident| $call:expr) => {{
         let $base = &$self.lower.base;
@@ -72,8 +75,8 @@ impl<B: Backing> Names for TransactionalBacking<B> {
         self.namespace.look_up(parent, name)
     }
 
-    /// Creates a file and opens it. The file gets the lane (I/O server) that follows from its name, because layers
-    /// above transactions never choose a lane.
+    /// Creates a file and opens it. The lane (I/O server) of the file follows from its name: the hint of the caller is
+    /// ignored, because no layer above this one chooses a lane.
     fn create_placed(
         &self,
         caller: &Caller,
@@ -199,12 +202,14 @@ impl<B: Backing> Files for TransactionalBacking<B> {
     }
 
     /// Changes the length of a file as `resize` says, in the backing or in the transaction that has the file. Returns
-    /// whether that was done; see [`Files::resize`].
+    /// false, without a change, only for a `Finish` of a change that was never made; see [`Files::resize`].
     fn resize(&self, file: &TrackedFile<B>, resize: Resize) -> Result<bool> {
+        if let Resize::To(len) = resize {
+            return self.file_data.set_len_tracked(file, len).map(|()| true);
+        }
         // The bytes from this offset on may change, so their old state may have to be saved.
         let lowest_offset = match resize {
-            Resize::To(len) => return self.file_data.set_len_tracked(file, len).map(|()| true),
-            Resize::AtLeast(len) | Resize::Finish(len) => len,
+            Resize::To(len) | Resize::AtLeast(len) | Resize::Finish(len) => len,
             Resize::Unchanged => self.objects.read_attr(&file.object)?.size,
         };
         let resized = self
@@ -215,8 +220,8 @@ impl<B: Backing> Files for TransactionalBacking<B> {
         if let Some(is_done) = resized {
             return Ok(is_done);
         }
-        // A transaction keeps changes of the file back until the commit (buffer mode). Its staged copy is resized, in
-        // terms of the size that programs see.
+        // A transaction keeps changes of the file back until the commit (buffer mode), so its staged copy is resized.
+        // The present length is the one that programs see, which the file in the backing need not have.
         let present_len = || Ok(self.objects.read_attr(&file.object)?.size);
         let set_len = |len| self.file_data.set_len_tracked(file, len);
         resize_by_set_len(resize, present_len, set_len)
@@ -266,15 +271,16 @@ impl<B: Backing> Files for TransactionalBacking<B> {
         }
     }
 
-    /// Takes over an open file from the firnd (server of the mount) before this one. The file has no name, so it
-    /// belongs to no transaction. The exception is a file that a transaction removed at once and an abort would
-    /// restore.
+    /// Takes over an open file without a name from the firnd (server of the mount) before this one.
+    /// * A file that a transaction in shadow mode removed, and that an abort would restore, belongs to the transaction.
+    /// * Any other file belongs to no transaction.
     fn adopt(&self, descriptor: OwnedFd) -> Result<AdoptedBy<Self>> {
         let adopted = self.lower.base.adopt(descriptor)?;
         let base = &self.lower.base;
         let inode = adopted.inode.clone();
         let key = ObjectKey::from_attr(&adopted.attr);
-        // A removed file that an abort would restore has a name in `kept/`, a directory of the transaction.
+        // A removed file that an abort would restore has a name in `kept/`, a directory of the transaction. In memory
+        // its parent is the transaction's uppermost directory, so that the file belongs to the transaction.
         let object = match self.namespace.location_in_kept(key) {
             Some((root, name)) => self.tree.intern(base, inode, &adopted.attr, &root, &name),
             None => self.tree.insert_nameless(base, inode, &adopted.attr),

@@ -308,13 +308,20 @@ impl Entry {
         for entry_name in self.names() {
             check_name(&entry_name.name)?;
         }
-        let names_of_sides = [&self.redo.names, &self.undo.names].into_iter().flatten();
-        for (name, _) in self.path.iter().chain(names_of_sides.flatten()) {
+        // The path from the top of the scope to the object.
+        for (name, _) in &self.path {
             check_name(name)?;
+        }
+        // The names in the directory, before and after the commit.
+        for names in [&self.redo.names, &self.undo.names].into_iter().flatten() {
+            for (name, _) in names {
+                check_name(name)?;
+            }
         }
         for path in self.staged_paths() {
             check_staged(path)?;
         }
+        // Paths by which the object is found in a copy of the backing.
         for path in self.portable.iter().flat_map(|identity| &identity.paths) {
             must_be(!path.is_empty() && is_path(path))?;
         }

@@ -1,4 +1,4 @@
-//! Claims: read-write locks that a thread may hold while it calls the backing, the file system below the mount.
+//! [`Claim`]: a read-write lock that a thread may hold while it calls the backing, the file system below the mount.
 //!
 //! Ordinary locks must not be held then, because the call may hang. Each claim guards one resource: the names of one
 //! transaction, one object, or one backup (docs/internals/locks.md).
@@ -7,7 +7,7 @@
 //! * A thread that holds a claim may call the backing.
 //! * A thread that waits for a claim holds no lock, because it may wait for another thread's call of the backing. Debug
 //!   builds assert this.
-//! * A thread that waits for exclusive use of a claim goes before threads that want to share it.
+//! * A thread that waits for exclusive use of a claim has priority over threads that want to share it.
 
 use std::ops::{Deref, DerefMut};
 
@@ -19,20 +19,20 @@ use parking_lot::Condvar;
 pub(crate) struct Claim {
     state: Mutex<ClaimState>,
     /// Wakes the threads that wait to share the claim.
-    sharers_may_continue: Condvar,
+    readers_may_continue: Condvar,
     /// Wakes a thread that waits for exclusive use.
-    owner_may_continue: Condvar,
+    writer_may_continue: Condvar,
 }
 
-/// The holders of a claim and the threads that wait for it. An *owner* has exclusive use.
+/// The holders of a claim and the threads that wait for it. A *reader* shares it; a *writer* has exclusive use.
 #[derive(Default)]
 struct ClaimState {
     /// Number of threads that share the claim.
-    sharers: usize,
+    readers: usize,
     /// Whether a thread holds the claim exclusively.
-    has_owner: bool,
+    has_writer: bool,
     /// Number of threads that wait for exclusive use.
-    waiting_owners: usize,
+    waiting_writers: usize,
 }
 
 impl Claim {
@@ -42,10 +42,10 @@ impl Claim {
         assert_none_held("a claim, which waits for a call");
         {
             let mut state = claim.state.lock();
-            while state.has_owner || state.waiting_owners > 0 {
-                state.wait(&claim.sharers_may_continue);
+            while state.has_writer || state.waiting_writers > 0 {
+                state.wait(&claim.readers_may_continue);
             }
-            state.sharers += 1;
+            state.readers += 1;
         }
         SharedClaim(claim)
     }
@@ -56,12 +56,12 @@ impl Claim {
         assert_none_held("a claim, which waits for a call");
         {
             let mut state = claim.state.lock();
-            state.waiting_owners += 1;
-            while state.has_owner || state.sharers > 0 {
-                state.wait(&claim.owner_may_continue);
+            state.waiting_writers += 1;
+            while state.has_writer || state.readers > 0 {
+                state.wait(&claim.writer_may_continue);
             }
-            state.waiting_owners -= 1;
-            state.has_owner = true;
+            state.waiting_writers -= 1;
+            state.has_writer = true;
         }
         ExclusiveClaim(claim)
     }
@@ -70,10 +70,10 @@ impl Claim {
     fn release(&self, remove_holder: impl FnOnce(&mut ClaimState)) {
         let mut state = self.state.lock();
         remove_holder(&mut state);
-        if state.waiting_owners == 0 {
-            self.sharers_may_continue.notify_all();
-        } else if state.sharers == 0 {
-            self.owner_may_continue.notify_one();
+        if state.waiting_writers == 0 {
+            self.readers_may_continue.notify_all();
+        } else if state.readers == 0 {
+            self.writer_may_continue.notify_one();
         }
     }
 }
@@ -83,7 +83,7 @@ pub(crate) struct SharedClaim<C: Deref<Target = Claim>>(C);
 
 impl<C: Deref<Target = Claim>> Drop for SharedClaim<C> {
     fn drop(&mut self) {
-        self.0.release(|state| state.sharers -= 1);
+        self.0.release(|state| state.readers -= 1);
     }
 }
 
@@ -92,7 +92,7 @@ pub(crate) struct ExclusiveClaim<C: Deref<Target = Claim>>(C);
 
 impl<C: Deref<Target = Claim>> Drop for ExclusiveClaim<C> {
     fn drop(&mut self) {
-        self.0.release(|state| state.has_owner = false);
+        self.0.release(|state| state.has_writer = false);
     }
 }
 
@@ -190,7 +190,7 @@ impl<T> DerefMut for ExclusiveGuard<'_, T> {
 
 impl<T> Drop for ExclusiveGuard<'_, T> {
     fn drop(&mut self) {
-        // The value goes back before the field `_claim` is dropped, so the next owner finds the value.
+        // The value goes back before the field `_claim` is dropped, so the next writer finds the value.
         *self.returns_to.lock() = self.value.take();
     }
 }

@@ -90,6 +90,24 @@ struct FilePart {
     source: PartSource,
 }
 
+impl FilePart {
+    /// The part up to `end` is in the file of the backing.
+    fn in_backing(end: u64) -> Self {
+        Self {
+            end,
+            source: PartSource::LowerFile(LowerFile::Reader),
+        }
+    }
+
+    /// The part up to `end` is in the staged copy.
+    fn in_staged_copy(end: u64) -> Self {
+        Self {
+            end,
+            source: PartSource::LowerFile(LowerFile::StagedCopy),
+        }
+    }
+}
+
 /// Where the bytes of a part of a file come from.
 enum PartSource {
     /// Nothing was written there; the bytes are zeros.
@@ -116,36 +134,24 @@ impl<B: Backing> ObjectState<B> {
         if let Some(inline) = self.inline() {
             return resolve_inline(inline, offset, size, buf);
         }
-        let unchanged = FilePart {
-            end: size,
-            source: PartSource::LowerFile(LowerFile::Reader),
-        };
         let Some(change) = &self.change else {
-            return unchanged;
+            return FilePart::in_backing(size);
         };
         if change.staged_copy.is_none() {
-            return unchanged;
+            return FilePart::in_backing(size);
         }
-        // A new object has no lower file, so the staged copy has all of its bytes.
+        // A new object is not in the backing, so the staged copy has all of its bytes.
         if self.base.is_none() {
-            return FilePart {
-                end: size,
-                source: PartSource::LowerFile(LowerFile::StagedCopy),
-            };
+            return FilePart::in_staged_copy(size);
         }
+        // The part ends where the next written range begins or the present one ends.
         let written = change.written.part_at(offset);
         let end = written.end.min(size);
         if written.is_inside {
-            return FilePart {
-                end,
-                source: PartSource::LowerFile(LowerFile::StagedCopy),
-            };
+            return FilePart::in_staged_copy(end);
         }
         if offset < change.cut {
-            return FilePart {
-                end: end.min(change.cut),
-                source: PartSource::LowerFile(LowerFile::Reader),
-            };
+            return FilePart::in_backing(end.min(change.cut));
         }
         FilePart {
             end,
@@ -291,7 +297,7 @@ impl<B: Backing> FileData<B> {
         Ok(count)
     }
 
-    /// Writes to a file, and returns the number of bytes written. `scope` is the transaction that has the file.
+    /// Writes to a file, and returns the number of bytes written. `scope` is the transaction that covers the file.
     /// * Without a transaction, the bytes go to the file in the backing.
     /// * In shadow mode they do so too, after the old bytes were saved.
     /// * In buffer mode they go to memory or to the staged copy, a file in the transaction's directory.
@@ -305,11 +311,16 @@ impl<B: Backing> FileData<B> {
         offset: u64,
     ) -> Result<usize> {
         // In shadow mode this saves the old bytes from `offset` on, and returns `None`.
-        let Some(scope) = self.originals.buffering_scope(scope, object, offset)? else {
+        let Some(scope) = self
+            .originals
+            .save_unless_buffering(scope, object, offset)?
+        else {
+            // Without a transaction, or in shadow mode.
             let state = object.state.acquire_shared();
             let lower_file = object.lower_file(&self.lower.base, &state, LowerFile::Writer)?;
             return self.lower.base.write_at(&lower_file, data, offset);
         };
+        // In buffer mode.
         if let Some(count) = self.objects.write_inline(&scope, object, data, offset)? {
             return Ok(count);
         }
@@ -375,9 +386,9 @@ impl<B: Backing> FileData<B> {
         change: impl FnOnce(&B::File) -> Result<T>,
     ) -> Result<Option<T>> {
         let (_data, scope) = self.admission.enter_data_change(&file.object)?;
-        let buffering_scope = self
-            .originals
-            .buffering_scope(scope, &file.object, lowest_offset)?;
+        let buffering_scope =
+            self.originals
+                .save_unless_buffering(scope, &file.object, lowest_offset)?;
         if buffering_scope.is_some() {
             return Ok(None);
         }
@@ -477,7 +488,7 @@ impl<B: Backing> FileData<B> {
         // Waits while a transaction of the file is prepared or being committed.
         let (_data, scope) = self.admission.enter_data_change(object)?;
         // In shadow mode (changes are made at once) this saves the bytes from `len` on, and returns `None`.
-        let Some(scope) = self.originals.buffering_scope(scope, object, len)? else {
+        let Some(scope) = self.originals.save_unless_buffering(scope, object, len)? else {
             let state = object.state.acquire_shared();
             let lower_file = object.lower_file(&self.lower.base, &state, LowerFile::Writer)?;
             return self.lower.base.set_len(&lower_file, len);
@@ -498,8 +509,9 @@ impl<B: Backing> FileData<B> {
         Ok(())
     }
 
-    /// Does what fallocate(2) does. A transaction that keeps its changes back until the commit (buffer mode) changes
-    /// the staged copy, a file in its own directory. In any other case the file in the backing changes.
+    /// Allocates, clears or moves a part of a file, as fallocate(2) does. A transaction that keeps its changes back
+    /// until the commit (buffer mode) changes the staged copy, a file in its own directory. In any other case the file
+    /// in the backing changes.
     ///
     /// In buffer mode, modes that move bytes within the file fail with EOPNOTSUPP.
     pub(crate) fn allocate_tracked(
@@ -512,12 +524,13 @@ impl<B: Backing> FileData<B> {
         file.check_writable(Errno::BADF)?;
         let object = &file.object;
         let (_data, scope) = self.admission.enter_data_change(object)?;
+        // Without any other flag no byte changes.
         let only_allocates = mode & !libc::FALLOC_FL_KEEP_SIZE == 0;
         // In shadow mode the old bytes from here on are saved before they change.
         let changed_from = if only_allocates { NO_BYTES } else { offset };
         let Some(scope) = self
             .originals
-            .buffering_scope(scope, object, changed_from)?
+            .save_unless_buffering(scope, object, changed_from)?
         else {
             let state = object.state.acquire_shared();
             let lower_file = object.lower_file(&self.lower.base, &state, LowerFile::Writer)?;
@@ -532,18 +545,18 @@ impl<B: Backing> FileData<B> {
         let target = claimed.read().write_target();
         let staged_file = object.lower_file(&self.lower.base, &claimed, target)?;
         self.lower.base.allocate(&staged_file, mode, offset, len)?;
-        let clears_bytes = mode & (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE) != 0;
+        let writes_zeros = mode & (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE) != 0;
         let size = self.lower.base.attr_of_file(&staged_file)?.size;
         let mut state = claimed.edit();
-        if clears_bytes
+        if writes_zeros
             && state.base.is_some()
             && let Some(change) = &mut state.change
         {
-            // The commit must copy the zeros, too.
+            // The zeros count as written, so that the commit copies them to the file in the backing.
             let end = offset.saturating_add(len).min(size);
             change.written.insert(offset..end);
         }
-        // The check acquires the object's state itself.
+        // `check_changed` acquires the object's state itself, so both guards end here.
         drop(state);
         drop(claimed);
         scope.check_changed(object);
@@ -620,7 +633,7 @@ impl<B: Backing> FileData<B> {
         let (_data, scope) = self.admission.enter_data_change(object)?;
         let buffering_scope = self
             .originals
-            .buffering_scope(scope, object, target_offset)?;
+            .save_unless_buffering(scope, object, target_offset)?;
         if let Some(scope) = &buffering_scope {
             self.ensure_staged_copy(scope, object)?;
         }

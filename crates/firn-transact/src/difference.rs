@@ -98,18 +98,19 @@ impl<B: Backing> Differences<B> {
         }
     }
 
-    /// Makes the change log of a transaction from what is recorded of it in memory. `scope` is the transaction, and
-    /// `id` the number of its commit. The caller ensures that no program changes anything in it meanwhile.
+    /// Makes the change log of the transaction `scope` from what is recorded of it in memory. `id` is the number of its
+    /// commit. The caller ensures that no program changes anything in the transaction meanwhile.
     ///
     /// Fails with the errno of the backing if the present state of an object cannot be read.
-    pub(crate) fn make_record(&self, scope: &Scope<B>, id: u64) -> Result<ChangeLog, Errno> {
+    pub(crate) fn build_change_log(&self, scope: &Scope<B>, id: u64) -> Result<ChangeLog, Errno> {
         let changed: Vec<_> = scope.changed.lock().values().cloned().collect();
         let mut builder = LogBuilder::new(self, scope);
+        // First the new data and attributes of all objects.
         for object in &changed {
             builder.add_contents(object)?;
         }
-        // Transactions that cover some names of a directory share one change of it, which is in no table of changed
-        // objects.
+        // Then all changed names. A transaction that covers only some names of a directory records their changes in
+        // the directory itself, which `changed` does not contain.
         let shared_dir = scope.names_in_root.as_ref().map(|_| &scope.root);
         for object in changed.iter().chain(shared_dir) {
             if object.kind == Kind::Dir {
@@ -117,6 +118,7 @@ impl<B: Backing> Differences<B> {
             }
         }
         let top = builder.add_top_name();
+        // Now that all names are known, each object gets one by which the application of the log finds it.
         for object in &changed {
             if !Arc::ptr_eq(object, &scope.root) {
                 builder.make_findable(object)?;
@@ -192,13 +194,14 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
 
     /// Gives the staged copy of a directory the time of the last change of names, unless its time is later.
     fn set_copy_mtime(&self, change: &Change<B>) -> Result<(), Errno> {
-        let (Some(copy), Some(names_changed_at)) = (&change.staged_copy, change.names_changed_at)
+        let (Some(copy), Some(entries_changed_at)) =
+            (&change.staged_copy, change.entries_changed_at)
         else {
             return Ok(());
         };
         let base = &self.lower.base;
         let inode = copy.inode(base)?;
-        let mtime = base.attr(&inode)?.mtime.max(names_changed_at);
+        let mtime = base.attr(&inode)?.mtime.max(entries_changed_at);
         base.set_times(&inode, SetTime::Keep, SetTime::At(mtime))
     }
 
@@ -265,13 +268,13 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
         inode: &B::Inode,
         change: &Change<B>,
     ) -> Result<(), Errno> {
-        if let Some(names_changed_at) = change.names_changed_at
+        if let Some(entries_changed_at) = change.entries_changed_at
             && change.staged_copy.is_none()
             && self.lower.members.is_none()
         {
             let attr = self.lower.base.attr(inode)?;
             entry.redo.atime = Some(attr.atime.into());
-            entry.redo.mtime = Some(attr.mtime.max(names_changed_at).into());
+            entry.redo.mtime = Some(attr.mtime.max(entries_changed_at).into());
         }
         Ok(())
     }
@@ -302,7 +305,7 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
         let Some(ChangedDir { base, names }) = changed_dir(self.scope, dir) else {
             return Ok(());
         };
-        let dir_number = self.number_of(dir);
+        let dir_number = self.ensure_entry(dir);
         for (name, object_after) in &names {
             // The object that has the name in the backing, which is still as before the transaction.
             let found_before = match &base {
@@ -332,15 +335,16 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
     /// Adds to the change log that the transaction created or renamed its uppermost directory, the *top*. Returns the
     /// change of the top's name; `None` if the name is the same as before.
     ///
-    /// Even an unchanged name is added if the top has an entry: the application of the log finds the top by it.
+    /// If the name is unchanged and the log has an entry of the top, the name is added too: without it the application
+    /// of the log could not find the top.
     fn add_top_name(&mut self) -> Option<TopChange> {
         let names = self.scope.top.names();
-        let is_changed = names.before != names.now;
+        let has_new_name = names.before != names.now;
         let is_new = names.before.is_none();
         let path_after = self.scope.path_now();
         if self.scope.shadow.is_some() {
             // In shadow mode the backing has the new name already, so no entry is needed.
-            return is_changed.then_some(TopChange {
+            return has_new_name.then_some(TopChange {
                 path_after,
                 is_new,
                 entry: None,
@@ -349,18 +353,19 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
         // The top of the backing has no parent. A transaction of some names in a directory has no top.
         let parent = self.scope.top.parent()?;
         let root = &self.scope.root;
-        if !is_changed && !self.numbers.contains_key(&root.key) {
+        let has_entry = self.numbers.contains_key(&root.key);
+        if !has_new_name && !has_entry {
             return None;
         }
-        let number = self.number_of(root);
-        let parent_number = self.number_of(parent);
+        let number = self.ensure_entry(root);
+        let parent_number = self.ensure_entry(parent);
         let entry_name = |name: OsString| EntryName::new(parent_number, name.into_encoded_bytes());
         let entry = self.entry_of(root);
-        if !is_changed {
+        if !has_new_name {
             entry.unchanged_name = names.now.map(entry_name);
             return None;
         }
-        // The entry may have got the present name as an unchanged one when it was made.
+        // `ensure_entry` has set the present name as an unchanged one if it made the entry.
         entry.unchanged_name = None;
         entry.before = names.before.map(entry_name).into_iter().collect();
         entry.after = names.now.map(entry_name).into_iter().collect();
@@ -371,22 +376,26 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
         })
     }
 
-    /// Ensures that a changed object of the backing is found when the change log is applied.
+    /// Ensures that a changed object of the backing is found when the change log is applied: by its name at its first
+    /// change, if it still has that name, or else by a further link in the transaction's directory.
     ///
-    /// An object that moves is found by its old name. Any other object is found by its name at its first change, if it
-    /// still has that name, or else by a further link in the transaction's directory. The names of all objects are in
-    /// the log already.
+    /// An object that moves is found by its old name, and needs neither. The caller has added the changed names of all
+    /// objects to the log.
     fn make_findable(&mut self, object: &Arc<Object<B>>) -> Result<(), Errno> {
-        let number = self.number_of(object);
+        let number = self.ensure_entry(object);
         let Some(entry) = self.entries.get(&number) else {
             return Ok(());
         };
         let loses_name = !entry.before.is_empty();
         let gets_name = !entry.after.is_empty();
         let must_be_found = entry.is_dir || entry.redo.changes_in_place() || gets_name;
-        let moves = loses_name && gets_name;
+        if !must_be_found || number == BACKING_TOP_NUMBER {
+            return Ok(());
+        }
         let is_new = entry.new_at.is_some();
-        if number == BACKING_TOP_NUMBER || is_new || !must_be_found || moves {
+        let moves = loses_name && gets_name;
+        // A new object is found at its staged path, and a moved one by its old name.
+        if is_new || moves {
             return Ok(());
         }
         let Some(ChangedObject { base, change }) = changed_object(object) else {
@@ -396,7 +405,7 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
             && !loses_name
             && self.leads_to(&parent, &name, object)?
         {
-            let parent_number = self.number_of(&parent);
+            let parent_number = self.ensure_entry(&parent);
             let entry = self.entry_of(object);
             entry.unchanged_name = Some(EntryName::new(parent_number, name.as_bytes()));
             return Ok(());
@@ -461,9 +470,9 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
         }
     }
 
-    /// Returns the number of an object's entry in the change log. An object without an entry gets one, and so do the
-    /// directories above it, by which the object is found.
-    fn number_of(&mut self, object: &Arc<Object<B>>) -> u64 {
+    /// Returns the number of an object's entry in the change log. An object without an entry gets one, and so do all
+    /// directories above it: an entry names its parent by number, and the application looks for the parent first.
+    fn ensure_entry(&mut self, object: &Arc<Object<B>>) -> u64 {
         if let Some(&number) = self.numbers.get(&object.key) {
             return number;
         }
@@ -473,7 +482,7 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
         self.entries.insert(number, entry);
         let location = object.location.lock().clone();
         if let Some((parent, name)) = location {
-            let parent_number = self.number_of(&parent);
+            let parent_number = self.ensure_entry(&parent);
             let entry_name = EntryName::new(parent_number, name.as_bytes());
             self.entry_of(object).unchanged_name = Some(entry_name);
         }
@@ -482,7 +491,7 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
 
     /// Returns the entry of an object, which is added if it is missing.
     fn entry_of(&mut self, object: &Arc<Object<B>>) -> &mut Entry {
-        let number = self.number_of(object);
+        let number = self.ensure_entry(object);
         self.entries
             .get_mut(&number)
             .expect("each object with a number has an entry")

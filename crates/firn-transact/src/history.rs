@@ -35,6 +35,8 @@ use crate::uses::Area;
 
 /// Directory below `new/` for the old bytes, attributes and objects that undo a commit.
 const UNDO_DIR: &str = "u";
+/// Prefix of the name of a removed object in `new/u/`, which an undo moves back; the number of the object follows.
+const KEPT_OBJECT_PREFIX: &str = "k";
 /// Prefix of the name of an anchor ([`Entry::anchor_at`]) in `new/`; the number of the object follows.
 pub(crate) const ANCHOR: &str = "l";
 
@@ -163,11 +165,11 @@ impl<B: Backing> History<B> {
         })
     }
 
-    /// Adds the old state of one object (the undo side) to its entry in a change log.
+    /// Adds to one entry of a change log how an undo of the commit restores the entry's object.
+    /// * If the commit removes the object, `kept_at` says where it moves instead.
+    /// * Old times, bytes and attributes go to `entry.undo`, or to a file in `undo_dir` (`new/u/`) to which it refers.
     ///
-    /// `object` is the entry's object; `None` if the transaction does not cover it or no program uses it. `undo_dir` is
-    /// the directory for old bytes and attributes, `new/u/`. If the commit removes the object, `kept_at` says where it
-    /// must move instead.
+    /// `object` is the entry's object; `None` if the transaction does not cover it or no program uses it.
     fn stage_undo_side(
         &self,
         entry: &mut Entry,
@@ -181,7 +183,8 @@ impl<B: Backing> History<B> {
         }
         let loses_all_names = entry.after.is_empty() && !entry.before.is_empty();
         if loses_all_names {
-            entry.kept_at = Some(staged_in_undo_dir(format!("k{}", entry.number)));
+            let kept_name = format!("{KEPT_OBJECT_PREFIX}{}", entry.number);
+            entry.kept_at = Some(staged_in_undo_dir(kept_name));
         }
         let Some(object) = object else {
             return Ok(());
@@ -195,16 +198,18 @@ impl<B: Backing> History<B> {
             entry.undo.mtime = Some(attr.mtime.into());
         }
         if entry.redo.copy_at.is_some() {
+            // The result includes the times that were set above.
             entry.undo = self.stage_old_copy(entry, object, &inode, undo_dir)?;
         } else if let Some(data) = &entry.redo.data {
+            // A commit of a few bytes needs no file: the change log itself gets the old ones.
             entry.undo.data = Some(self.read_old_bytes(&inode, &attr, data)?);
             entry.undo.mtime = Some(attr.mtime.into());
         }
         Ok(())
     }
 
-    /// Copies the old attributes of an object, and the old bytes of the ranges that the commit writes, to a file in
-    /// `undo_dir`. Returns the undo side of its entry, which refers to this file.
+    /// Copies the old attributes of an object, and the old bytes of the ranges that the commit writes, to a new object
+    /// in `undo_dir`. Returns `entry.undo` with a reference to this copy, and with the change that restores the bytes.
     ///
     /// `entry` is the object's entry in the change log, and `inode` the object in the backing.
     fn stage_old_copy(
@@ -214,20 +219,22 @@ impl<B: Backing> History<B> {
         inode: &B::Inode,
         undo_dir: &B::Inode,
     ) -> Result<EntrySide, Errno> {
-        let name = entry.number.to_string();
-        let os_name = OsStr::new(&name);
+        let copy_name = entry.number.to_string();
+        let copy_os_name = OsStr::new(&copy_name);
         let old_attr = self
             .lower
-            .copy_object(object.kind, inode, undo_dir, os_name)?;
+            .copy_object(object.kind, inode, undo_dir, copy_os_name)?;
         let mut undo_side = EntrySide {
-            copy_at: Some(staged_in_undo_dir(name.clone())),
+            copy_at: Some(staged_in_undo_dir(copy_name.clone())),
+            // The times of a directory, which the caller has set.
             ..entry.undo.clone()
         };
         if let Some(data) = &entry.redo.data {
-            let copy_at = (undo_dir, os_name);
-            undo_side.data = Some(self.stage_old_bytes(inode, copy_at, data, old_attr.size)?);
-            // The writes to the copy have changed its times, which the restored file will get.
-            let (copy, _) = self.lower.base.lookup(undo_dir, os_name)?;
+            let dir_and_name = (undo_dir, copy_os_name);
+            undo_side.data =
+                Some(self.stage_old_bytes(inode, dir_and_name, data, old_attr.size)?);
+            // An undo gives the file the times of the copy. The writes to the copy have changed them.
+            let (copy, _) = self.lower.base.lookup(undo_dir, copy_os_name)?;
             self.lower.base.set_times(
                 &copy,
                 SetTime::At(old_attr.atime),
@@ -339,18 +346,19 @@ impl<B: Backing> History<B> {
         Ok(self.lower.base.sync_dir(transactions_dir)?)
     }
 
-    /// Removes the logs of earlier commits of a directory that are too old to be undone after the commit with `log`.
-    /// `is_kept` says whether the log of that commit itself is kept.
+    /// Removes the logs of a directory that no restore can use after the commit with `log`: all but the newest
+    /// `commits_max`. `has_log` says whether the log of that commit itself is kept.
+    ///
+    /// A restore cannot go back over a commit without a log, so without `has_log` all logs are removed.
     fn remove_old_logs(
         &self,
         transactions_dir: &B::Inode,
         log: &ChangeLog,
-        is_kept: bool,
+        has_log: bool,
     ) -> Result<(), StoreError> {
         let scope_after = log.scope_after(Direction::Redo);
-        let kept_logs = self.all_kept_logs()?;
-        // A restore cannot go back over a commit without a log, so all older logs are removed then.
-        let (newest_scope, needed_count) = if is_kept {
+        let kept_logs = self.load_all_logs()?;
+        let (newest_scope, needed_count) = if has_log {
             (scope_after, self.commits_max as usize)
         } else {
             (&log.scope[..], 0)
@@ -370,9 +378,11 @@ impl<B: Backing> History<B> {
         Ok(())
     }
 
-    /// Removes the directory `dir`, in the backing, of a transaction that has ended. If the history keeps its log,
-    /// removes only what an undo of the commit does not need.
-    pub(crate) fn remove_or_keep_for_undo(
+    /// Removes the files of a transaction that has ended. If the history keeps its log, removes only what an undo of
+    /// the commit does not need; otherwise removes its whole directory.
+    ///
+    /// `dir` is that directory in the backing. It is named `tx-N`, or `undo-N` if the log is kept.
+    pub(crate) fn discard_ended_transaction(
         &self,
         transactions_dir: &B::Inode,
         serial: u64,
@@ -380,9 +390,12 @@ impl<B: Backing> History<B> {
     ) -> Result<(), Errno> {
         if self.commits_max > 0 {
             let kept_log_name = kept_log_dir_name(serial);
-            let kept_log_name = OsStr::new(&kept_log_name);
-            let kept_log = staging::find(&self.lower.base, transactions_dir, kept_log_name)?;
-            if kept_log.is_some() {
+            let kept_log_dir = staging::find(
+                &self.lower.base,
+                transactions_dir,
+                OsStr::new(&kept_log_name),
+            )?;
+            if kept_log_dir.is_some() {
                 return self.remove_redo_files(dir);
             }
         }
@@ -390,9 +403,11 @@ impl<B: Backing> History<B> {
             .remove_transaction(transactions_dir, dir, &format!("tx-{serial}"))
     }
 
-    /// Removes the files in `dir` that an undo of the commit does not need: marks, and the new bytes, which the commit
-    /// has moved or copied to the tree.
+    /// Removes the files in `dir` that an undo of the commit does not need: the files `open`, `arena` and `backup`,
+    /// and the new bytes, which the commit has moved or copied to the tree.
     fn remove_redo_files(&self, dir: &B::Inode) -> Result<(), Errno> {
+        // An undo finds objects by their anchors, so these remain.
+        let is_anchor = |name: &[u8]| name.starts_with(ANCHOR.as_bytes());
         for mark in [staging::OPEN, staging::ARENA, staging::BACKUP] {
             if staging::find(&self.lower.base, dir, OsStr::new(mark))?.is_some() {
                 self.lower.base.unlink(dir, OsStr::new(mark))?;
@@ -407,8 +422,6 @@ impl<B: Backing> History<B> {
                 continue;
             }
             if let Some((staging_dir, _)) = staging::find_dir(&self.lower.base, &new, &name)? {
-                // An undo finds objects by their anchors, so these remain.
-                let is_anchor = |name: &[u8]| name.starts_with(ANCHOR.as_bytes());
                 staging::remove_contents_except(&self.lower.base, &staging_dir, &is_anchor)?;
             }
         }
@@ -423,16 +436,17 @@ impl<B: Backing> History<B> {
         self.lower.base.rmdir(transactions_dir, OsStr::new(name))
     }
 
-    /// After a crash, completes interrupted work on the logs that are kept for an undo of commits. Removes files that
-    /// an undo does not need, and directories without a log.
-    pub(crate) fn clear_kept_logs(&self, transactions_dir: &B::Inode) -> Result<(), StoreError> {
+    /// After a crash, completes the clean-up of the logs that are kept for an undo of commits: removes files that an
+    /// undo does not need, and directories without a log.
+    pub(crate) fn finish_log_cleanup(&self, transactions_dir: &B::Inode) -> Result<(), StoreError> {
         let mut is_synced = false;
         for (name, ..) in staging::list(&self.lower.base, transactions_dir)? {
             let name = String::from_utf8_lossy(&name).into_owned();
             let Some(serial) = kept_log_serial(&name) else {
                 continue;
             };
-            // The rename that kept the log may not be durable, and without it the redo parts count.
+            // The rename from `tx-N` to `undo-N` must be durable before files in the directory are removed. If the
+            // rename were lost, the next recovery would apply the commit once more and need these files.
             if !is_synced {
                 self.lower.base.sync_dir(transactions_dir)?;
                 is_synced = true;
@@ -470,14 +484,15 @@ impl<B: Backing> History<B> {
 
     /// Returns the logs that lead back from the present state of a scope, newest first.
     fn kept_logs(&self, scope: &[u8]) -> Result<Vec<KeptLog>, StoreError> {
-        let mut kept_logs = self.all_kept_logs()?;
+        let mut kept_logs = self.load_all_logs()?;
         let serials = serials_leading_back(&kept_logs, scope);
         kept_logs.retain(|kept_log| serials.contains(&kept_log.serial));
         Ok(kept_logs)
     }
 
-    /// Returns the change logs of all applied commits that can be undone, newest first.
-    fn all_kept_logs(&self) -> Result<Vec<KeptLog>, StoreError> {
+    /// Loads the change logs of all applied commits that can be undone, newest first. Also ensures that no new
+    /// transaction gets the serial number of one of them.
+    fn load_all_logs(&self) -> Result<Vec<KeptLog>, StoreError> {
         let Some(transactions_dir) = self.lower.find_transactions_dir()? else {
             return Ok(Vec::new());
         };
@@ -487,11 +502,10 @@ impl<B: Backing> History<B> {
             let Some(serial) = kept_log_serial(&name) else {
                 continue;
             };
-            // The next transaction must not take the number of a kept log.
             self.scopes.skip_serial(serial);
             let dir = staging::must_find_dir(&self.lower.base, &transactions_dir, &name)
                 .map_err(|error| error.below(&self.lower.transactions_path()))?;
-            // A restore that failed may have renamed the log from `commit` to `undo`.
+            // A log has one of two names: a restore renames it from `commit` to `undo`, and may have failed afterwards.
             for record in [staging::COMMIT, staging::UNDO] {
                 if let Some(log) = self.lower.load_record(&dir, &name, record)? {
                     kept_logs.push(KeptLog { serial, log });
@@ -518,13 +532,15 @@ impl<B: Backing> History<B> {
     }
 
     /// Returns the serial numbers of the commits that must be undone, in this order, to restore the directory at path
-    /// `scope` to commit `id`. Empty if it has that state. Fails with `NotKept` if the history does not reach that far.
+    /// `scope` to commit `id`. The list is empty if the directory has that state now. Fails with `NotKept` if the
+    /// history has no logs that lead back to this commit.
     pub(crate) fn serials_to_undo(&self, scope: &[u8], id: u64) -> Result<Vec<u64>, RestoreError> {
         if self.lower.present_commit_id(scope)? == Some(id) {
             return Ok(Vec::new());
         }
         let kept_logs = self.kept_logs(scope)?;
-        // The last commit to undo is the one that followed `id`. `NO_ID` is the number of no commit.
+        // The last commit to undo is the one that followed `id`. `NO_ID` stands for "no commit", so nothing is restored
+        // to it.
         let last_index = kept_logs
             .iter()
             .position(|kept_log| kept_log.log.id_before == Some(id) && id != NO_ID);
@@ -542,12 +558,13 @@ impl<B: Backing> History<B> {
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Undoes the newest commit of the directory `root`; its log has this serial number. The caller has quiesced names
-    /// and data: no program changes them meanwhile.
-    ///
-    /// From the rename of its directory to `tx-N` on, the undo is a decided transaction. If it fails after the rename,
-    /// it can be completed by [`Decided::apply`](crate::Decided::apply), the next [`TransactionalBacking::restore`], or
-    /// the next mount.
+    /// Undoes the newest commit of the directory `root`. `serial` is the serial number of its log. The caller has
+    /// quiesced names and data: no program changes them meanwhile.
+    /// 1. The log is renamed from `commit` to `undo`.
+    /// 2. Its directory is renamed from `undo-N` to `tx-M`. From here on the undo is a decided transaction, which
+    ///    [`Decided::apply`](crate::Decided::apply), a further [`TransactionalBacking::restore`] or the next mount
+    ///    completes after an error.
+    /// 3. The log is applied backward.
     pub(crate) fn undo_commit(&self, root: &Arc<Object<B>>, serial: u64) -> Result<(), StoreError> {
         let base = &self.lower.base;
         let transactions_dir = self.lower.make_transactions_dir()?;
@@ -594,7 +611,8 @@ impl<B: Backing> TransactionalBacking<B> {
         if let Some(TransactionHandle::Decided(commit)) = self.transaction_at(root)
             && commit.is_undo()
         {
-            // An earlier restore failed while it undid this commit, so the undo is completed first.
+            // An earlier restore failed while it undid this commit, so the undo is completed first. Afterwards the
+            // directory has another transaction or none.
             commit.apply()?;
         }
         let transaction = self.transaction_at(root);
@@ -613,9 +631,9 @@ impl<B: Backing> TransactionalBacking<B> {
         if let Some(transaction) = transaction {
             transaction.abort()?;
         }
-        // The number of the last commit shows that the backup of an applied commit is not needed. This number changes
-        // below, so such backups must not count any more.
-        self.backups.withdraw_ended()?;
+        // The number of the last commit shows which backups are of applied commits. The restore changes this number, so
+        // these backups are withdrawn first.
+        self.backups.withdraw_backups_of_applied()?;
         let mut areas = vec![Area::Tree(Arc::clone(root))];
         // The undone commit may have given the directory its name.
         areas.extend(root.parent().map(Area::Dir));

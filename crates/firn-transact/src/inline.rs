@@ -36,12 +36,12 @@ impl<B: Backing> Objects<B> {
         data: &[IoSlice<'_>],
         offset: u64,
     ) -> Result<Option<usize>> {
-        let len: usize = data.iter().map(|slice| slice.len()).sum();
-        let len_bytes = len as u64;
-        let end = offset.saturating_add(len_bytes);
+        let count: usize = data.iter().map(|slice| slice.len()).sum();
+        let new_bytes = count as u64;
+        let end = offset.saturating_add(new_bytes);
         // With several hosts, the record needs the file's size and time before the change, which only a staged copy
         // has.
-        if self.lower.members.is_some() || len == 0 || len_bytes > FILE_BYTES_MAX {
+        if self.lower.members.is_some() || count == 0 || new_bytes > FILE_BYTES_MAX {
             return Ok(None);
         }
         let claimed = object.state.acquire_exclusive();
@@ -51,17 +51,18 @@ impl<B: Backing> Objects<B> {
         let Some(inode) = claimed.base() else {
             return Ok(None);
         };
-        let size_and_bytes = claimed
+        // The size of the file, and the number of its bytes that are inline already.
+        let known = claimed
             .read()
             .inline()
             .map(|inline| (inline.size(), inline.len()));
-        let (size, file_bytes) = match size_and_bytes {
-            Some(size_and_bytes) => size_and_bytes,
+        let (size, inline_in_file) = match known {
+            Some(size_and_inline) => size_and_inline,
             None => (self.lower.base.attr(&inode)?.size, 0),
         };
-        let scope_bytes = scope.inline_bytes.load(Ordering::Acquire);
-        let exceeds_limits =
-            file_bytes + len_bytes > FILE_BYTES_MAX || scope_bytes + len_bytes > SCOPE_BYTES_MAX;
+        let inline_in_scope = scope.inline_bytes.load(Ordering::Acquire);
+        let exceeds_limits = inline_in_file + new_bytes > FILE_BYTES_MAX
+            || inline_in_scope + new_bytes > SCOPE_BYTES_MAX;
         if end > size || exceeds_limits {
             return Ok(None);
         }
@@ -73,17 +74,18 @@ impl<B: Backing> Objects<B> {
                 .get_or_insert_with(|| InlineChanges::new(size));
             inline.write(offset, data);
             // Bytes that were overwritten before do not count again.
-            let added_bytes = inline.len() - file_bytes;
+            let added_bytes = inline.len() - inline_in_file;
             scope.inline_bytes.fetch_add(added_bytes, Ordering::AcqRel);
         }
         // The check acquires the object's state itself.
         drop(claimed);
         scope.check_changed(object);
-        Ok(Some(len))
+        Ok(Some(count))
     }
 
     /// Sets the modification time of a file with inline changes, which are a transaction's few new bytes in memory.
-    /// Returns false, without a change, if the file has none; the caller then sets the time elsewhere.
+    /// Returns false, without a change, if the file has none; the caller then sets the time of the file in the backing
+    /// or of its staged copy.
     pub(crate) fn set_inline_time(&self, object: &Arc<Object<B>>, mtime: SetTime) -> Result<bool> {
         let (_data, scope) = self.admission.enter_data_change(object)?;
         let claimed = object.state.acquire_exclusive();
@@ -92,6 +94,7 @@ impl<B: Backing> Objects<B> {
         let Some(inline) = change.and_then(|change| change.inline.as_mut()) else {
             return Ok(false);
         };
+        // Only a transaction in buffer mode makes inline changes.
         debug_assert!(scope.is_some(), "changes are of a transaction");
         match mtime {
             SetTime::Keep => {}

@@ -84,11 +84,12 @@ fn inline_bytes<B: Backing>(state: &ObjectState<B>) -> u64 {
     })
 }
 
-/// Number of names that lead to each object.
+/// Number of names that lead to each object, by the object's address.
 type NameCounts<B> = HashMap<*const Object<B>, i64>;
 
-/// Checks all objects that a transaction changes, and that names lead to each new object as often as its link count
-/// says. Panics otherwise.
+/// Checks the tables of a transaction; panics if they do not agree.
+/// * Each changed object is valid by itself, and no object is listed twice.
+/// * The number of names that lead to a new object is its link count.
 ///
 /// In shadow mode the backing has all changes, so the tables must be empty.
 fn check_tables<B: Backing>(scope: &Scope<B>) {
@@ -100,8 +101,9 @@ fn check_tables<B: Backing>(scope: &Scope<B>) {
     }
     let mut numbers_by_key = HashMap::new();
     let mut name_counts = NameCounts::new();
-    // A transaction may cover only some names of its uppermost directory.
+    // A transaction may cover only some names of its uppermost directory, which is then not in `changed`.
     count_names_in_root(scope, &mut name_counts);
+    // Check each object, and count the names in changed directories.
     for (number, object) in &changed {
         let state = object.state.read_unclaimed();
         check_object(scope, object, &state);
@@ -120,6 +122,7 @@ fn check_tables<B: Backing>(scope: &Scope<B>) {
             }
         }
     }
+    // Compare the counts with the link counts of new objects.
     for object in changed.values() {
         let state = object.state.read_unclaimed();
         if let Some(change) = &state.change

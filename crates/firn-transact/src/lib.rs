@@ -14,11 +14,10 @@
 //! * After a crash [`TransactionalBacking::open`] finishes what was decided and undoes what was not prepared.
 //!
 //! This is *buffer mode*. In *shadow mode* ([`shadow`]) changes go to the backing at once, after the old state was
-//! saved.
+//! saved, and an abort restores it.
 //!
-//! [`TransactionalBacking`] is a list of parts. Each part is a struct with its own fields, locks and methods, and is
-//! built from parts below it. [`TransactionalBacking`] itself has only the operations of the backing's traits, and
-//! those that need many parts.
+//! [`TransactionalBacking`] is assembled from parts. Each part is a struct with its own fields, locks and methods, and
+//! uses only parts below it.
 //!
 //! Layers, each of which calls only those before it
 //! 1. What is stored, what hosts compare, and errors: `paths`, `own`, `change_log`, `conflict`, `error`, `staging`,
@@ -35,8 +34,7 @@
 //!
 //! Promises
 //! * After a crash at any instant, `open` restores either the tree before the transaction or the tree after it.
-//! * New objects are moved into place at the commit, not copied. Only changed ranges of existing files are written
-//!   twice.
+//! * A commit moves new objects into place and does not copy them. Of existing files it copies only the changed ranges.
 //!
 //! Relies on
 //! * While a transaction is open, only Firn changes the scope in the backing.

@@ -12,6 +12,7 @@
 //! it is created, and its entry is removed after the link. While it is not known whether a link exists, a reader looks
 //! it up before and after it reads the attributes. If the two answers differ, the reader starts again.
 
+use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -29,6 +30,18 @@ use crate::tree::Tree;
 /// Serial number for links that belong to no transaction. No transaction has this number.
 const NO_SERIAL: u64 = 0;
 
+/// Returns the attributes of an object with `hidden_count` links subtracted from the link count.
+fn subtract_links(kind: Kind, attr: Attr, hidden_count: u32) -> Attr {
+    // A link count of 1 means that the file system does not count subdirectories.
+    let counts_hidden_links = kind != Kind::Dir || attr.nlink > 1;
+    let nlink = if counts_hidden_links {
+        attr.nlink.saturating_sub(hidden_count)
+    } else {
+        attr.nlink
+    };
+    Attr { nlink, ..attr }
+}
+
 /// Subtracts hidden links from the link counts that programs see.
 pub(crate) struct LinkCounts<B: Backing> {
     pub(crate) lower: Arc<LowerBacking<B>>,
@@ -45,16 +58,19 @@ impl<B: Backing> LinkCounts<B> {
 
     /// Returns the backing's attributes of an object, with hidden links subtracted from the link count. These are links
     /// below `.firn/` that Firn itself made and programs do not see.
+    ///
+    /// No lock is held during the calls of the backing. If `hidden_links_version` shows that the links changed
+    /// meanwhile, everything is read again, as with a sequence lock.
     pub(crate) fn attr_without_hidden_links(
         &self,
         object: &Object<B>,
         inode: &B::Inode,
     ) -> Result<Attr> {
-        // Each attempt is repeated if the hidden links of the object changed meanwhile.
         loop {
             let version = object.hidden_links_version.load(Ordering::Acquire);
+            let may_have_links = version & MAY_HAVE_HIDDEN_LINKS != 0;
             // Most objects have no hidden link, so nothing is looked up for them.
-            if version & MAY_HAVE_HIDDEN_LINKS == 0 {
+            if !may_have_links {
                 let attr = self.lower.base.attr(inode)?;
                 if object.hidden_links_version.load(Ordering::Acquire) == version {
                     return Ok(attr);
@@ -71,14 +87,7 @@ impl<B: Backing> LinkCounts<B> {
             }
             self.remove_deleted_links(object, &links, &links_exist);
             let hidden_count = links_exist.iter().filter(|exists| **exists).count() as u32;
-            // Some file systems do not count subdirectories and say 1.
-            let counts_hidden_links = object.kind != Kind::Dir || attr.nlink > 1;
-            let nlink = if counts_hidden_links {
-                attr.nlink.saturating_sub(hidden_count)
-            } else {
-                attr.nlink
-            };
-            return Ok(Attr { nlink, ..attr });
+            return Ok(subtract_links(object.kind, attr, hidden_count));
         }
     }
 
@@ -107,19 +116,21 @@ impl<B: Backing> LinkCounts<B> {
         links.iter().map(exists).collect()
     }
 
-    /// Updates the table of hidden links, which are Firn's own links to objects: removes the links that were about to
-    /// be removed and no longer exist. `links_exist` says for each of `links` whether it exists.
+    /// Removes from the table of hidden links (Firn's own links to objects) those that were about to be removed and no
+    /// longer exist. `links` is a copy of the object's entries, and `links_exist` says for each of them whether it
+    /// exists.
     fn remove_deleted_links(
         &self,
         object: &Object<B>,
         links: &[HiddenLink<B>],
         links_exist: &[bool],
     ) {
-        let deleted: Vec<&HiddenLink<B>> = links
+        // Serial number and name identify a link.
+        let deleted: BTreeSet<(u64, &str)> = links
             .iter()
             .zip(links_exist)
-            .filter(|(link, exists)| link.presence == LinkPresence::AboutToBeRemoved && !**exists)
-            .map(|(link, _)| link)
+            .filter(|&(link, &exists)| link.presence == LinkPresence::AboutToBeRemoved && !exists)
+            .map(|(link, _)| (link.serial, link.name.as_str()))
             .collect();
         if deleted.is_empty() {
             return;
@@ -129,11 +140,11 @@ impl<B: Backing> LinkCounts<B> {
             return;
         };
         listed_links.retain(|link| {
-            let is_deleted = deleted
-                .iter()
-                .any(|deleted| deleted.serial == link.serial && deleted.name == link.name);
-            // A link that was created again since then remains in the table.
-            !(is_deleted && link.presence == LinkPresence::AboutToBeRemoved)
+            // Race: another thread may have created the link again since the copy was made. It then has another
+            // presence and remains.
+            let is_unchanged = link.presence == LinkPresence::AboutToBeRemoved;
+            let is_deleted = deleted.contains(&(link.serial, link.name.as_str()));
+            !(is_unchanged && is_deleted)
         });
         let has_links = !listed_links.is_empty();
         if !has_links {
@@ -167,7 +178,8 @@ impl<B: Backing> LinkCounts<B> {
     /// Records that it is not known whether an object still has its link in `kept/`, the directory of removed objects.
     /// The caller is about to move the object back from there, which may fail.
     ///
-    /// The entry of a directory is removed from the table, because a directory has one name only.
+    /// The entry of a directory is removed from the table at once. A directory has one name only, so after the move it
+    /// has no link in `kept/`.
     pub(crate) fn record_links_uncertain(&self, scope: &Scope<B>, object: &Object<B>) {
         let mut links_by_object = self.tree.hidden_links.by_object.lock();
         let Some(links) = links_by_object.get_mut(&object.key) else {
@@ -177,7 +189,7 @@ impl<B: Backing> LinkCounts<B> {
             if link.serial != scope.serial {
                 return true;
             }
-            // A link with this mark may or may not exist, so each reader of attributes looks it up.
+            // This presence is used for any link that may or may not exist: each reader of attributes looks it up.
             link.presence = LinkPresence::AboutToBeMade;
             !link.is_dir
         });
@@ -210,7 +222,8 @@ impl<B: Backing> LinkCounts<B> {
             // A caller that repeats a failed call announces the same link again.
             Some(_) => {}
             None => {
-                // The link without a transaction is `.firn`, a name in the top of the backing and not of the top.
+                // The link with `NO_SERIAL` is `.firn`. It is a subdirectory of `object`, the top of the backing, and
+                // not a further name of a removed directory.
                 let is_dir = object.kind == Kind::Dir && serial != NO_SERIAL;
                 links.push(HiddenLink {
                     serial,
@@ -252,8 +265,11 @@ impl<B: Backing> LinkCounts<B> {
         self.update_hidden_links_mark(key);
     }
 
-    /// Records a hidden link, which programs do not see, that exists until its transaction `serial` ends. Another
-    /// thread or host may remove it at any time. Does nothing if the table has the link.
+    /// Records a hidden link, which programs do not see, that exists until its transaction `serial` ends. Does nothing
+    /// if the table has the link.
+    ///
+    /// Another thread or host may remove the link at any time, so its presence is `AboutToBeRemoved`: each reader of
+    /// attributes looks the link up.
     pub(crate) fn record_link_until_end(
         &self,
         serial: u64,

@@ -159,7 +159,7 @@ impl<B: Backing> DirListings<B> {
     }
 
     /// Returns the entries that the backing has in the directory `inode`, without those that a transaction changed or
-    /// that are hidden. Then come the *tops* that programs see there, the uppermost directories of transactions.
+    /// that are hidden. The uppermost directories of transactions (*tops*) that programs see there are added.
     fn list_unchanged_entries(
         &self,
         object: &Arc<Object<B>>,
@@ -173,19 +173,20 @@ impl<B: Backing> DirListings<B> {
         let state = claimed.read();
         for (name, ino, kind) in entries_in_backing {
             let name = OsString::from_vec(name);
-            let is_firn_dir = is_backing_top && name == OsStr::new(staging::FIRN_DIR);
+            let is_private_dir = is_backing_top && name == OsStr::new(staging::FIRN_DIR);
+            // A transaction shows or hides its uppermost directory under this name.
             let is_name_of_top = tops.iter().any(|top| top.name == name);
             let is_changed = state
                 .change
                 .as_ref()
                 .is_some_and(|change| change.names.contains_key(&name));
-            if !is_firn_dir && !is_name_of_top && !is_changed {
+            if !is_private_dir && !is_name_of_top && !is_changed {
                 entries.push(ListedEntry { name, ino, kind });
             }
         }
         for top in tops {
-            if let Some(root) = top.shown {
-                entries.push(ListedEntry::new_dir(top.name, root.key.ino));
+            if let Some(shown_dir) = top.shown {
+                entries.push(ListedEntry::new_dir(top.name, shown_dir.key.ino));
             }
         }
         Ok(entries)

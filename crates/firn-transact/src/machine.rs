@@ -6,7 +6,7 @@
 //! prepare ► ApplyBefore ─► Prepare ─► Vote ──► Over
 //! commit ─► ApplyBefore ─┬─ one host ─────────► Decide ─► Apply ─┬► [Begin ─►] AwaitHosts ─► [Begin ─►] Over
 //!                        └► Prepare ─► Vote ──────▲              └► Over      applied later
-//! commit ─► AnswerApplied ──► [Begin ──►] Over      asked again, of one that was applied before its request failed
+//! commit ─► AnswerApplied ──► [Begin ──►] Over      repeated; the commit is applied, not answered
 //! abort ──► CallOff ─► Undo ──► Over
 //! restore ► FinishUndo ─┬► ApplyBefore ─┬► FinishCommit ──► Over
 //!                       └───────────────┴► [CallOff ─► Undo ─►] Restore ──► Over
@@ -16,6 +16,7 @@
 //! * A *scope* is the directory that a transaction covers; a request names the scope by its path.
 //! * A transaction is *open*, then optionally *prepared* (durable, outcome open), then *decided* (its commit is a
 //!   fact), then *applied* (the backing has the changes).
+//! * A step in brackets is taken only if the request or the state of the transaction asks for it.
 //!
 //! Where a commit starts
 //! * A commit of a prepared transaction starts at `Decide`.
@@ -23,7 +24,7 @@
 //! * A repeated request for an applied commit starts at `AnswerApplied`, because another transaction may be open by
 //!   then.
 //!
-//! Each file below `machine/` has the steps and rules of the verb that starts with them.
+//! Each file below `machine/` has the steps and rules of one request, such as `machine/commit.rs`.
 //!
 //! Invariants
 //! * A request searches for the transactions of its scope once, by path. Each step passes its transaction handle to the
@@ -260,11 +261,11 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
 
     /// Aborts a transaction: takes the steps `CallOff` and `Undo`.
     pub fn abort(&self, transaction: TransactionHandle<'a, B>) -> Result<(), TransactionError> {
-        let call_off = Step::CallOff {
+        let decide_abort = Step::CallOff {
             transaction,
             then: Box::new(Step::Over(Answer::Done)),
         };
-        self.run_steps(call_off).map(drop)
+        self.run_steps(decide_abort).map(drop)
     }
 
     /// Applies a decided commit and reports its end to the mount. Does nothing if the commit is applied already.
@@ -366,7 +367,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     /// Calls the function of the step. That function alone chooses the next step.
     fn dispatch_step(&self, step: Step<'a, B>) -> Result<Step<'a, B>, TransactionError> {
         match step {
-            Step::Clear { path, transactions } => self.clear_last_commit(path, transactions),
+            Step::Clear { path, transactions } => self.finish_blocking_commit(path, transactions),
             Step::Begin { target, path, then } => self.begin(&target, &path, *then),
             Step::Create { path, maker } => self.create(&path, maker),
             Step::ApplyBefore { commit, open, goal } => self.apply_before(commit, open, goal),
@@ -379,13 +380,13 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
                 commit,
                 begins_next,
             } => self.answer_applied(commit, begins_next),
-            Step::CallOff { transaction, then } => self.call_off(transaction, then),
+            Step::CallOff { transaction, then } => self.decide_abort(transaction, then),
             Step::Undo { transaction, then } => self.undo(&transaction, *then),
             Step::FinishUndo {
                 path,
                 transactions,
                 id,
-            } => self.finish_undo(path, transactions, id),
+            } => self.first_restore_step(path, transactions, id),
             Step::FinishCommit { transaction, id } => self.finish_commit(&transaction, id),
             Step::Restore {
                 target,

@@ -1,14 +1,15 @@
 //! Ballots on scopes of names: several hosts write some names of one directory and commit them together.
 //!
-//! A *scope of names* is some names in a directory and all below them. The hosts identify it by a key. They try to
-//! commit in numbered attempts; each attempt has a verdict, and the scope has one decision. A [`Ballot`] is a decision
-//! of several hosts by put-once files: the first host creates such a file, and none changes it.
+//! A transaction may cover only some names of a directory, for example `step-7.1` and `step-7.2`, and all below them:
+//! this is its *scope of names*. The hosts identify it by a key. They try to commit in numbered attempts; each attempt
+//! has a verdict, and the scope has one decision. A [`Ballot`] is a decision of several hosts by put-once files: the
+//! first host creates such a file, and none changes it.
 //!
 //! ```text
 //! .firn/names-HASH/        one scope, a [`Ballot`]; HASH stands for its key
 //!   key                    the key, put once
 //!   in-HOST                the host takes part; written before its first change
-//!   event                  written once, JSON: the scope is complete, and what the other hosts must know about it
+//!   event                  written once, JSON: the scope is complete; the content is for the other hosts
 //!   state-HOST             JSON: the state of the host's part; replaced by each new state
 //!   try-N                  written once, JSON: attempt N to commit, and the hosts in it
 //!   list-N-HOST            written once: what the prepared part of the host changes ([`AccessList`])
@@ -46,15 +47,19 @@ use crate::vote::{JointDecision, Verdict};
 
 /// Prefix of the name of a ballot's directory.
 const BALLOT_PREFIX: &str = "names-";
+/// Names of files; see the head of this file.
 const KEY: &str = "key";
 const EVENT: &str = "event";
-/// Prefixes of the names of files; see the head of this file.
+/// Prefixes of the names of files, which a host or a number follows; see the head of this file.
 const STATE_PREFIX: &str = "state-";
 const ATTEMPT_PREFIX: &str = "try-";
 const LIST_PREFIX: &str = "list-";
 const VERDICT_PREFIX: &str = "verdict-";
 const JOINED_PREFIX: &str = "in-";
 const LEFT_PREFIX: &str = "left-";
+
+/// Content of the file `in-HOST`. Only its name says something.
+const JOINED_CONTENT: &[u8] = b"";
 
 /// The protocol of a ballot's end: after the decision each host acts alone.
 struct NamesEnd;
@@ -176,20 +181,23 @@ impl<B: Backing> NamesBallots<B> {
         if dir.read(KEY)?.as_deref() != Some(key) {
             return Err(Errno::BUSY);
         }
-        let ballot = self.ballot_in_dir(dir);
-        if ballot.has_open_attempt()? {
-            return Ok(NamesEntry::NotYet(ballot.ballot.joined()?));
+        let names_ballot = self.ballot_in_dir(dir);
+        let ballot = &names_ballot.ballot;
+        // All hosts of the open attempt must end it first.
+        if names_ballot.has_open_attempt()? {
+            return Ok(NamesEntry::NotYet(ballot.joined()?));
         }
-        if ballot.ballot.join(b"")? == Joined::Over {
-            ballot.ballot.remove_if_over()?;
-            let view = ballot.ballot.view()?;
+        // The hosts that have not carried out the last decision must do so first.
+        if ballot.join(JOINED_CONTENT)? == Joined::Over {
+            ballot.remove_if_over()?;
+            let view = ballot.view()?;
             return Ok(NamesEntry::NotYet(view.remaining()));
         }
         // An attempt may have started between the first check and the join. The host that starts one looks for new
         // hosts afterwards, so at least one of the two hosts sees the other.
-        if ballot.has_open_attempt()? {
-            ballot.ballot.withdraw()?;
-            return Ok(NamesEntry::NotYet(ballot.ballot.joined()?));
+        if names_ballot.has_open_attempt()? {
+            ballot.withdraw()?;
+            return Ok(NamesEntry::NotYet(ballot.joined()?));
         }
         Ok(NamesEntry::Joined)
     }
@@ -347,9 +355,13 @@ impl<B: Backing> NamesBallot<'_, B> {
         Ok(decision.ok_or(Errno::STALE)?.commit)
     }
 
-    /// Reads what all hosts have stored in this ballot, by which they commit names together. The caller chooses the
-    /// types `S` of a host's state and `A` of an attempt to commit; these files are decoded from JSON.
-    pub fn view<S: DeserializeOwned, A: DeserializeOwned>(&self) -> Result<NamesView<S, A>, Errno> {
+    /// Reads what all hosts have stored in this ballot, by which they commit names together. The state of a host is
+    /// decoded from JSON as a `State`, and the content of an attempt to commit as an `Attempt`.
+    ///
+    /// The files that exist say which hosts have joined or left, and whether the scope is complete (`has_event`).
+    pub fn view<State: DeserializeOwned, Attempt: DeserializeOwned>(
+        &self,
+    ) -> Result<NamesView<State, Attempt>, Errno> {
         let file_names = self.dir().names()?;
         let joined = suffixes_after(JOINED_PREFIX, &file_names);
         let hosts_with_state = suffixes_after(STATE_PREFIX, &file_names);
@@ -469,13 +481,18 @@ impl<B: Backing> NamesBallot<'_, B> {
             .decision
             .as_ref()
             .is_some_and(|decision| !decision.commit);
-        let remaining = view.remaining();
-        if !is_aborted || !remaining.iter().all(|host| gone_hosts.contains(host)) {
+        let all_are_gone = view
+            .remaining()
+            .iter()
+            .all(|host| gone_hosts.contains(host));
+        if !(is_aborted && all_are_gone) {
             return Ok(());
         }
-        let mut retire = || self.dir().retire();
-        match self.ballot.run_exclusively(&mut retire) {
+        // Other hosts see either the whole directory or nothing.
+        let mut remove_dir = || self.dir().retire();
+        match self.ballot.run_exclusively(&mut remove_dir) {
             Err(errno) if !is_gone(errno) => Err(errno),
+            // It is removed, here or by another host, or another host holds the ballot's lock.
             _ => Ok(()),
         }
     }

@@ -16,7 +16,7 @@ use std::sync::atomic::Ordering;
 use firn_backing::{Attr, Backing, Errno, Kind, PlacementHint, Remove, RenameFlags, Result, Time};
 
 use crate::attributes::Objects;
-use crate::change_log::StagedPath;
+use crate::claim::ExclusiveValue;
 use crate::link_counts::LinkCounts;
 use crate::listing::DirListings;
 use crate::lower_backing::LowerBacking;
@@ -156,7 +156,8 @@ impl<B: Backing> Namespace<B> {
     /// the object and its attributes.
     ///
     /// If a transaction keeps its changes back until the commit (buffer mode), the object is made in the transaction's
-    /// own directory, and only the tables in memory have its name. Otherwise it is made under its name.
+    /// own directory, and only the tables in memory have its name. Otherwise it is made under its name. The order of
+    /// the checks decides which error a program gets if several apply.
     pub(crate) fn make_object(
         &self,
         parent: &Arc<Object<B>>,
@@ -174,10 +175,10 @@ impl<B: Backing> Namespace<B> {
         }
         self.top_overlay.must_not_be_top(parent, name)?;
         // In shadow mode (changes are made at once) this saves the old names of `parent`, and returns `None`.
-        let buffering_scope = self
-            .originals
-            .buffering_scope(scope.clone(), parent, NO_BYTES)?;
-        let Some(buffering_scope) = buffering_scope else {
+        let Some(buffering_scope) =
+            self.originals
+                .save_unless_buffering(scope.clone(), parent, NO_BYTES)?
+        else {
             return self.make_in_backing(parent, name, shadow_of(&scope), make);
         };
         if parent.kind != Kind::Dir {
@@ -218,10 +219,10 @@ impl<B: Backing> Namespace<B> {
         Ok((object, attr))
     }
 
-    /// Makes a new object in the transaction's own directory, and inserts it with its name into the transaction's
-    /// tables in memory. A commit moves it to its name.
+    /// Makes a new object in the directory of the transaction `scope`, and inserts it with its name into the tables in
+    /// memory. The commit moves it to its name.
     ///
-    /// `scope` is the transaction, and `dir` the inode of `parent`. The caller has checked that the name is free.
+    /// `dir` is the inode of `parent`. The caller has checked that the name is free.
     fn make_staged(
         &self,
         scope: &Arc<Scope<B>>,
@@ -239,15 +240,7 @@ impl<B: Backing> Namespace<B> {
             placing: PlacementHint::Named { parent: dir, name },
         })?;
         let is_dir = attr.kind == Kind::Dir;
-        let staged_copy = StagedCopy {
-            staging_dir: staging_dir.inode,
-            path: StagedPath {
-                dir: staging_dir.name,
-                name: staged_name,
-            },
-            kept_inode: None,
-            final_name: None,
-        };
+        let staged_copy = staging_dir.into_copy(staged_name);
         let state = ObjectState {
             base: None,
             change: Some(Box::new(Change {
@@ -291,8 +284,8 @@ impl<B: Backing> Namespace<B> {
     /// Records in a transaction's tables in memory that a name now leads to `object`, or to nothing if `object` is
     /// `None`. The backing gets the name at the commit. `scope` is the transaction.
     ///
-    /// `old_name` says whether the name led to an object before. `added_subdirectories` is the change of the
-    /// directory's number of subdirectories.
+    /// `old_name` says whether the name led to an object before. `added_subdirectories` is 1 if the directory got a
+    /// subdirectory, -1 if it lost one, and otherwise 0.
     fn record_name_change(
         &self,
         scope: &Scope<B>,
@@ -308,7 +301,7 @@ impl<B: Backing> Namespace<B> {
         let change = scope.get_or_create_change(dir, &mut state);
         let is_in_backing = match change.names.get(name) {
             Some(name_change) => name_change.is_in_backing,
-            // A name without an entry in the tables is unchanged, so an existing one is that of the backing.
+            // The transaction has not changed the name before. If programs saw the name, it is in the backing.
             None => is_dir_in_backing && old_name == OldName::Exists,
         };
         if object.is_some() || is_in_backing {
@@ -322,6 +315,7 @@ impl<B: Backing> Namespace<B> {
             // A removed name that the backing does not have needs no entry.
             change.names.remove(name);
         }
+        // The link count of a directory counts its subdirectories.
         change.link_delta += added_subdirectories;
         // If the transaction covers only some names of `dir`, several transactions share the directory's change. Each
         // one counts its own subdirectories.
@@ -330,7 +324,7 @@ impl<B: Backing> Namespace<B> {
                 .subdirectories_in_root
                 .fetch_add(added_subdirectories, Ordering::AcqRel);
         }
-        change.names_changed_at = Some(Time::now());
+        change.entries_changed_at = Some(Time::now());
         if let Some(object) = object {
             object.move_to(dir, name);
         }
@@ -342,7 +336,7 @@ impl<B: Backing> Namespace<B> {
         let mut state = claimed.edit();
         let change = scope.get_or_create_change(object, &mut state);
         change.link_delta += added_links;
-        change.own_names_changed_at = Some(Time::now());
+        change.links_changed_at = Some(Time::now());
     }
 
     /// Records that an object lost a name in the transaction `scope`, which keeps its changes back until the commit.
@@ -350,30 +344,10 @@ impl<B: Backing> Namespace<B> {
     /// If the object is new and has lost its last name, its staged copy in the transaction's directory is removed at
     /// once: it takes space, and the commit does not need it.
     fn record_lost_name(&self, scope: &Scope<B>, object: &Arc<Object<B>>) {
-        // No other thread changes the object's state until `claimed` is dropped. `edit` gives the state for a short
-        // time, in which the backing must not be called.
+        // No other thread changes the object's state until `claimed` is dropped.
         let claimed = object.state.acquire_exclusive();
-        let (number, staged_copy) = {
-            let mut state = claimed.edit();
-            let is_new = state.base.is_none();
-            let change = scope.get_or_create_change(object, &mut state);
-            change.own_names_changed_at = Some(Time::now());
-            if object.kind == Kind::Dir {
-                change.is_removed = true;
-            } else {
-                change.link_delta -= 1;
-            }
-            // `link_delta` is the difference from the link count in the backing, which is 0 for a new file.
-            let has_names = !change.is_removed && change.link_delta != 0;
-            // An object of the backing stays in the tables, because the commit removes its name. A new object with
-            // another name stays part of the commit.
-            if !is_new || has_names {
-                return;
-            }
-            let Some(staged_copy) = &change.staged_copy else {
-                return;
-            };
-            (change.number, staged_copy.clone())
+        let Some((number, staged_copy)) = note_lost_name(scope, object, &claimed) else {
+            return;
         };
         match self.unstage(object.kind, &staged_copy) {
             Ok(inode) => {
@@ -496,14 +470,18 @@ impl<B: Backing> Namespace<B> {
             return Err(Errno::XDEV);
         }
         self.top_overlay.must_not_be_top(parent, name)?;
-        // In shadow mode the next step saves the old state of `parent`, so the names are checked before it.
+        // In shadow mode the next step saves the old state of `parent`. Both objects must have a name, which buffer
+        // mode checks below, after the errors that come first there.
         if shadow_of(&scope).is_some()
             && (parent.is_gone() || self.objects.read_attr(object)?.nlink == 0)
         {
             return Err(Errno::NOENT);
         }
         // Only a transaction that keeps its changes back until the commit (buffer mode) records the link in tables.
-        let Some(scope) = self.originals.buffering_scope(scope, parent, NO_BYTES)? else {
+        let Some(scope) = self
+            .originals
+            .save_unless_buffering(scope, parent, NO_BYTES)?
+        else {
             return self.add_link_in_backing(object, parent, name);
         };
         if parent.kind != Kind::Dir {
@@ -519,7 +497,7 @@ impl<B: Backing> Namespace<B> {
         if self.objects.read_attr(object)?.nlink == 0 {
             return Err(Errno::NOENT);
         }
-        self.record_link_change(&scope, object, 1);
+        self.record_link_change(&scope, object, ONE_LINK);
         self.record_name_change(
             &scope,
             NameAt { dir: parent, name },
@@ -625,10 +603,13 @@ impl<B: Backing> Namespace<B> {
         if let Some(target) = target {
             self.record_lost_name(scope, target);
         }
-        // The rename adds no link (0), but it sets the change time of the object.
-        self.record_link_change(scope, source, 0);
+        // Only for the change time of the object.
+        self.record_link_change(scope, source, NO_LINKS);
+        // The old parent loses the source as a subdirectory. The new one gets it, and loses a replaced directory.
         let source_count = subdirectory_count(source);
-        let target_count = target.as_deref().map_or(0, subdirectory_count);
+        let target_count = target
+            .as_deref()
+            .map_or(NO_SUBDIRECTORIES, subdirectory_count);
         let old_target_name = if target.is_some() {
             OldName::Exists
         } else {
@@ -803,6 +784,40 @@ enum OldName {
     Exists,
     Missing,
 }
+
+/// Updates the change of an object that lost a name in the transaction `scope`. `claimed` is the exclusive use of the
+/// object's state.
+///
+/// Returns the number of the change and the staged copy if the object is new and has lost its last name. Returns `None`
+/// if the object stays part of the commit: the commit removes the name of an object of the backing, and a new object
+/// may have another name.
+fn note_lost_name<B: Backing>(
+    scope: &Scope<B>,
+    object: &Arc<Object<B>>,
+    claimed: &ExclusiveValue<'_, ObjectState<B>>,
+) -> Option<(u64, StagedCopy<B>)> {
+    let mut state = claimed.edit();
+    let is_new = state.base.is_none();
+    let change = scope.get_or_create_change(object, &mut state);
+    change.links_changed_at = Some(Time::now());
+    if object.kind == Kind::Dir {
+        change.is_removed = true;
+    } else {
+        change.link_delta -= 1;
+    }
+    // `link_delta` is the difference from the link count in the backing, which is 0 for a new file.
+    let has_names = !change.is_removed && change.link_delta != 0;
+    if !is_new || has_names {
+        return None;
+    }
+    let staged_copy = change.staged_copy.as_ref()?;
+    Some((change.number, staged_copy.clone()))
+}
+
+/// Number of links that a new name adds to its object.
+const ONE_LINK: i64 = 1;
+/// Number of links that a rename adds to the renamed object.
+const NO_LINKS: i64 = 0;
 
 /// Change of a directory's number of subdirectories when a name of a file in it changes.
 const NO_SUBDIRECTORIES: i64 = 0;

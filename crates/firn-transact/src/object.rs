@@ -97,9 +97,9 @@ pub(crate) struct Change<B: Backing> {
     /// Whether the directory was removed.
     pub(crate) is_removed: bool,
     /// Time of the last change of names in the directory.
-    pub(crate) names_changed_at: Option<Time>,
+    pub(crate) entries_changed_at: Option<Time>,
     /// Time of the last change of the object's own names.
-    pub(crate) own_names_changed_at: Option<Time>,
+    pub(crate) links_changed_at: Option<Time>,
     /// Number of bytes from the start of the old content that are not cut off. `u64::MAX` if nothing was cut off.
     pub(crate) cut: u64,
     /// Ranges that were written, in bytes.
@@ -143,8 +143,8 @@ impl<B: Backing> Change<B> {
             names: BTreeMap::new(),
             link_delta: 0,
             is_removed: false,
-            names_changed_at: None,
-            own_names_changed_at: None,
+            entries_changed_at: None,
+            links_changed_at: None,
             cut: u64::MAX,
             written: RangeSet::default(),
             original: None,
@@ -163,8 +163,8 @@ impl<B: Backing> Change<B> {
             names: BTreeMap::new(),
             link_delta: self.link_delta,
             is_removed: self.is_removed,
-            names_changed_at: self.names_changed_at,
-            own_names_changed_at: self.own_names_changed_at,
+            entries_changed_at: self.entries_changed_at,
+            links_changed_at: self.links_changed_at,
             cut: self.cut,
             written: self.written.clone(),
             original: self.original,

@@ -1,4 +1,4 @@
-//! Removes the durable files of a transaction in the right order, so that a crash in between loses nothing.
+//! Reads the durable records of transactions, and removes them in an order in which a crash loses nothing.
 //!
 //! A *record* is a file in the transaction's directory that says what to do with the transaction after a crash: `open`,
 //! `record` (prepared), `commit` (decided) or `undo` (a commit that is undone). All but `open` have a log of changes.
@@ -134,19 +134,23 @@ impl<B: Backing> Endings<B> {
     pub(crate) fn finish_commit(
         &self,
         dir: &B::Inode,
-        (log, direction): (&ChangeLog, Direction),
+        log: &ChangeLog,
+        direction: Direction,
         serial: u64,
     ) -> Result<(), StoreError> {
         self.lower.base.sync_scope(SyncScope::Changes)?;
-        // The backup is dropped before the record is removed, because a backup without a record would seem to be the
-        // only copy of the transaction.
+        // The backup is dropped before the record is removed. If a crash came between, a backup without a record would
+        // look like the only copy of a lost transaction.
         self.backups.drop_backup(serial);
+        // Held until the return: no other thread changes the stored numbers of commits.
         let _numbers_claim = Claim::acquire_exclusive(&self.history.numbers_claim);
         let transactions_dir = self.lower.make_transactions_dir()?;
+        // The transaction may have renamed its directory, so the number moves from the old path to the new one.
         let mut numbers = staging::load_commit_numbers(&self.lower.base, &transactions_dir)?;
         numbers.remove(log.scope_before(direction));
         let scope = log.scope_after(direction);
         match log.id_after(direction) {
+            // A restore led back to the state before the first commit.
             NO_ID => numbers.remove(scope),
             id => numbers.insert(scope.to_vec(), id),
         };
@@ -178,8 +182,10 @@ impl<B: Backing> Endings<B> {
                 false
             }
         };
-        // The last host removes what several hosts share.
-        if is_removed && !scope.shadow.as_ref().is_some_and(Shadow::is_shared) {
+        // The hidden links to objects were in the removed directory. What several hosts share is in another one, which
+        // the last host removes.
+        let is_shared = scope.shadow.as_ref().is_some_and(Shadow::is_shared);
+        if is_removed && !is_shared {
             self.link_counts.remove_links(scope);
         }
     }
@@ -194,7 +200,7 @@ impl<B: Backing> Endings<B> {
     ) -> bool {
         let removed = self
             .history
-            .remove_or_keep_for_undo(transactions_dir, serial, dir);
+            .discard_ended_transaction(transactions_dir, serial, dir);
         if let Err(errno) = removed {
             tracing::warn!(%errno, serial, "cannot remove the staged files of a transaction; firnd tries again");
             self.scopes.add_leftover(serial, dir);

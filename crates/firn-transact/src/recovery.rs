@@ -147,8 +147,8 @@ impl<B: Backing> LowerBacking<B> {
 }
 
 impl<B: Backing> ArenaNotes<B> {
-    /// Returns the paths below which written data must be dropped if a stored transaction is undone. The data is
-    /// *pending*: in memory that outlives this process, and not in the backing yet.
+    /// Returns the paths below which the *pending* data of a stored transaction must be dropped, because the recovery
+    /// may undo the transaction. Pending data is in memory that outlives this process, and not in the backing yet.
     ///
     /// Empty if the transaction is committed or has ended.
     pub(super) fn paths_to_drop_of(
@@ -156,7 +156,7 @@ impl<B: Backing> ArenaNotes<B> {
         stored: &StoredTransaction<B>,
     ) -> Result<Vec<Vec<u8>>, StoreError> {
         let StoredTransaction { dir, name, .. } = stored;
-        // Pending data of a decided transaction was written after the decision and counts.
+        // All changes of a decided transaction are durable. Pending data was written later and is kept.
         if self.lower.has_decided_record(dir)? {
             return Ok(Vec::new());
         }
@@ -236,12 +236,11 @@ impl<B: Backing> StoredScopes<B> {
         }
     }
 
-    /// Makes the state in memory of a transaction that continues although the firnd that began it (the server of the
-    /// mount) has died.
+    /// Returns a [`Scope`] for a transaction that continues although the firnd that began it (the server of the mount)
+    /// has died. Returns `None` if the directory that it covers does not exist, because its creation was not finished.
     ///
-    /// The transaction is in shadow mode: its changes are in the backing, and the old state is saved. Returns `None` if
-    /// the directory that it covers does not exist, because its creation was not finished, or if it is not in shadow
-    /// mode.
+    /// Only a transaction in shadow mode can continue, as its changes are in the backing and the old state is saved.
+    /// Returns `None` for any other.
     pub(crate) fn revive_scope(
         &self,
         stored: &StoredTransaction<B>,
@@ -258,6 +257,7 @@ impl<B: Backing> StoredScopes<B> {
             return Ok(None);
         };
         let root = self.intern_path(&path_now)?;
+        // Its programs still run, so it starts open like a new transaction, and not prepared from a change log.
         let mut scope = self.new_scope(*serial, root, path, dir.clone(), NOT_RECOVERED)?;
         scope.is_revived = true;
         // A directory that the transaction created had no name before.
@@ -314,11 +314,12 @@ impl<B: Backing> StoredScopes<B> {
         Ok(object)
     }
 
-    /// Registers a transaction that an earlier firnd, the server of this mount before, prepared. Until the decision
-    /// programs see the old tree in its scope and cannot change it.
+    /// Registers a prepared transaction in memory, so that a program can decide it. It was prepared by an earlier firnd
+    /// (server of this mount) or revived from a backup. Until the decision programs see the old tree in its scope and
+    /// cannot change it.
     ///
     /// `dir` is the transaction's directory in the backing, and `record` its log of changes.
-    pub(crate) fn wait_for_decision(
+    pub(crate) fn register_prepared(
         &self,
         serial: u64,
         dir: B::Inode,
@@ -387,12 +388,11 @@ impl<B: Backing> Recovery<B> {
         }
     }
 
-    /// Continues a transaction that an earlier firnd (server of this mount) began, because its programs still run.
-    /// `prepared` is its change log if it is prepared.
+    /// Continues a transaction that an earlier firnd (server of this mount) began, because its programs still run. It
+    /// becomes prepared if there is a change log (`prepared`), and otherwise open.
     ///
     /// Returns `false`, without a change, if the directory that the transaction covers does not exist. The caller has
-    /// checked that the transaction is in shadow mode, so the backing has its changes and the saved old state
-    /// (`scope.shadow`).
+    /// checked that the transaction is in shadow mode, so the backing has its changes and the saved old state.
     fn continue_transaction(
         &self,
         stored: &StoredTransaction<B>,
@@ -401,9 +401,9 @@ impl<B: Backing> Recovery<B> {
         let Some(scope) = self.stored_scopes.revive_scope(stored)? else {
             return Ok(false);
         };
-        if self.arena_notes.living.ending.contains(&stored.serial) {
-            // `living` has the transactions with running programs. The abort of this one had begun (`ending`), so it
-            // may be undone in part and can only be aborted. Changes by its programs fail from now on.
+        let is_being_aborted = self.arena_notes.living.ending.contains(&stored.serial);
+        if is_being_aborted {
+            // Its changes may be undone in part, so it can only be aborted. Changes by its programs fail from now on.
             self.lower.remove_prepared_record(&scope.dir)?;
             scope.refuse_changes();
             if let Some(shadow) = &scope.shadow {
@@ -464,10 +464,12 @@ impl<B: Backing> Recovery<B> {
     fn finish_decided(
         &self,
         transactions_dir: &B::Inode,
-        StoredTransaction { serial, dir, .. }: &StoredTransaction<B>,
-        (log, direction): (&ChangeLog, Direction),
+        stored: &StoredTransaction<B>,
+        log: &ChangeLog,
+        direction: Direction,
         outcome: &mut RecoveryOutcome,
     ) -> Result<(), OpenError> {
+        let StoredTransaction { serial, dir, .. } = stored;
         let base = &self.lower.base;
         let new = staging::make_dir(base, dir, staging::NEW)?;
         let away = staging::make_dir(base, dir, staging::AWAY)?;
@@ -484,13 +486,14 @@ impl<B: Backing> Recovery<B> {
             self.lower
                 .sync_applied_changes(transactions_dir, log.scope_after(direction))?;
         }
-        self.endings.finish_commit(dir, (log, direction), *serial)?;
+        self.endings.finish_commit(dir, log, direction, *serial)?;
         self.history
-            .remove_or_keep_for_undo(transactions_dir, *serial, dir)?;
+            .discard_ended_transaction(transactions_dir, *serial, dir)?;
         let id = log.id_after(direction);
         outcome.finished.push(id);
-        // If the programs of the transaction still run (it is in `living`), they may still request its commit.
-        if direction == Direction::Redo && self.arena_notes.living.open.contains(serial) {
+        // Programs that still run may request this commit once more, because the earlier firnd did not answer them.
+        let programs_run = self.arena_notes.living.open.contains(serial);
+        if direction == Direction::Redo && programs_run {
             outcome.unanswered.push(Unanswered {
                 id,
                 scope: log.scope.clone(),
@@ -509,14 +512,16 @@ impl<B: Backing> Recovery<B> {
         for stored in self.lower.stored_transactions(transactions_dir)? {
             self.recover_stored(transactions_dir, &stored, outcome)?;
         }
-        self.history.clear_kept_logs(transactions_dir)?;
+        self.history.finish_log_cleanup(transactions_dir)?;
         Ok(())
     }
 
-    /// Recovers one transaction that a crash left behind, and adds the result to `outcome`.
-    ///
-    /// A decided one is applied. One with living programs continues (`can_continue`), a prepared one waits for its
-    /// decision, and any other is undone.
+    /// Recovers one transaction that a crash left behind, and adds the result to `outcome`. The first rule that fits
+    /// applies:
+    /// 1. A decided transaction is applied.
+    /// 2. A transaction continues if its programs still run (`can_continue`).
+    /// 3. A prepared one waits for its decision.
+    /// 4. Any other is undone.
     fn recover_stored(
         &self,
         transactions_dir: &B::Inode,
@@ -527,10 +532,10 @@ impl<B: Backing> Recovery<B> {
         let StoredTransaction { serial, name, dir } = stored;
         // No new transaction may get the same serial number, and thus the same directory.
         self.scopes.skip_serial(*serial);
-        // This comes first: it stores a decision of the other hosts, which `load_decided` then finds.
-        let prepared = self.load_prepared(stored)?;
+        // If the other hosts have decided, this stores their decision, so it comes before the look for a decision.
+        let prepared = self.settle_prepared(stored)?;
         if let Some((log, direction)) = self.load_decided(stored)? {
-            return self.finish_decided(transactions_dir, stored, (&log, direction), outcome);
+            return self.finish_decided(transactions_dir, stored, &log, direction, outcome);
         }
         if can_continue && self.continue_transaction(stored, prepared.as_ref())? {
             outcome.continuing.push(*serial);
@@ -539,7 +544,7 @@ impl<B: Backing> Recovery<B> {
         if let Some(record) = prepared {
             outcome.waiting.push((record.id, record.scope.clone()));
             let dir = dir.clone();
-            return Ok(self.stored_scopes.wait_for_decision(*serial, dir, record)?);
+            return Ok(self.stored_scopes.register_prepared(*serial, dir, record)?);
         }
         // Without the mark `open` the transaction has ended, and only its directory is left.
         let scope = staging::load_scope(&self.lower.base, dir, staging::OPEN)?;
@@ -552,34 +557,34 @@ impl<B: Backing> Recovery<B> {
         Ok(())
     }
 
-    /// Returns the change log of a prepared transaction, from the file `record` in its directory in the backing.
-    /// Returns `None` if the transaction is not prepared, or if the other hosts have aborted it.
+    /// Stores the decision of the other hosts on a prepared transaction, if they decided while this host was down: the
+    /// file `record` is renamed to `commit`, or removed after an abort.
     ///
-    /// The other hosts may have decided while this host was down. If so, their decision is stored: a committed record
-    /// is renamed to `commit`, and an aborted one is removed.
-    fn load_prepared(&self, stored: &StoredTransaction<B>) -> Result<Option<ChangeLog>, OpenError> {
+    /// Returns the change log in that file; `None` if the transaction is not prepared or is aborted.
+    fn settle_prepared(
+        &self,
+        stored: &StoredTransaction<B>,
+    ) -> Result<Option<ChangeLog>, OpenError> {
         let StoredTransaction { name, dir, .. } = stored;
         let Some(record) = self.lower.load_record(dir, name, staging::RECORD)? else {
             return Ok(None);
         };
         let old_name = OsStr::new(staging::RECORD);
-        match self.find_decision(dir, &record)? {
-            None => Ok(Some(record)),
-            // The other hosts have committed the transaction.
-            Some(true) => {
-                let new_name = OsStr::new(staging::COMMIT);
-                self.lower
-                    .base
-                    .rename(dir, old_name, dir, new_name, RenameFlags::empty())?;
-                self.lower.base.sync_dir(dir)?;
-                Ok(Some(record))
-            }
-            // They have aborted it. Without its record, the transaction is not prepared.
-            Some(false) => {
-                self.lower.base.unlink(dir, old_name)?;
-                self.lower.base.sync_dir(dir)?;
-                Ok(None)
-            }
+        let Some(is_committed) = self.find_decision(dir, &record)? else {
+            return Ok(Some(record));
+        };
+        if is_committed {
+            let new_name = OsStr::new(staging::COMMIT);
+            self.lower
+                .base
+                .rename(dir, old_name, dir, new_name, RenameFlags::empty())?;
+            self.lower.base.sync_dir(dir)?;
+            Ok(Some(record))
+        } else {
+            // Without its record, the transaction is not prepared any more, and is undone.
+            self.lower.base.unlink(dir, old_name)?;
+            self.lower.base.sync_dir(dir)?;
+            Ok(None)
         }
     }
 
@@ -690,7 +695,7 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Opens a backing and recovers its transactions, as [`Self::open_with`] does. An error comes with `base`, so that
     /// the caller can use the backing again.
     ///
-    /// `drop_pending` is called with the paths below which data must be dropped that is in memory only.
+    /// `drop_pending` is called with paths. It must drop all written data below them that is not in the backing yet.
     pub fn try_open<E: From<OpenError> + From<StoreError>>(
         base: B,
         opening: Opening,

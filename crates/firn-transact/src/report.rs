@@ -1,4 +1,4 @@
-//! [`TransactionFigures`]: figures of the transactions of a mount, for the status.
+//! [`TransactionFigures`]: stage, sizes and counts of each transaction of a mount, for the status.
 //!
 //! Promise: the status never waits for a lock that a thread may hold during a call of the backing (the file system
 //! below the mount). So the status answers even if the backing hangs.
@@ -14,7 +14,7 @@ use crate::scopes::Scopes;
 use crate::state::NameState;
 use crate::transactional::TransactionalBacking;
 
-/// Figures of a transaction that has not ended.
+/// Stage, sizes and counts of a transaction that has not ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TransactionFigures {
     /// Path of its scope at the begin, relative to the backing.
@@ -78,7 +78,7 @@ impl<B: Backing> TransactionalBacking<B> {
             written_bytes: scope.written_bytes.load(Ordering::Relaxed),
             states: scope.count_states(),
             is_recovered: scope.recovered.is_some(),
-            trouble: scope.application.last_error(),
+            trouble: scope.apply_state.last_error(),
             backup: self.backups.backup_progress(scope),
         }
     }

@@ -1,7 +1,7 @@
-//! [`Scope`]: one transaction that is not over, with its directory tree, its stage and its changes.
+//! [`Scope`]: one transaction that is not over, with the part of the tree that it covers, its stage and its changes.
 //!
-//! A *scope* is what a transaction covers: a directory and all below it, or some names in a directory and all below
-//! them. The *stage* says how far the transaction is: open, prepared, decided or ended.
+//! That part is the *scope* in the narrow sense: a directory and all below it, or some names in a directory and all
+//! below them. The *stage* says how far the transaction is: open, prepared, decided or ended.
 //!
 //! Invariants
 //! * Programs change the scope only while the stage is open. In any other stage a change waits until the stage is open
@@ -18,19 +18,19 @@ use firn_backing::lock::Mutex;
 use firn_backing::{Backing, Errno};
 use parking_lot::Condvar;
 
-use crate::change_log::{ChangeLog, Direction};
+use crate::change_log::{ChangeLog, Direction, StagedPath};
 use crate::claim::Claim;
-use crate::object::{Change, Object, ObjectState};
+use crate::object::{Change, Object, ObjectState, StagedCopy};
 use crate::shadow::Shadow;
 use crate::staging;
 
-mod application;
+mod apply_state;
 mod names;
 mod top;
 
-pub(crate) use application::Application;
+pub(crate) use apply_state::ApplyState;
 pub(crate) use names::{NameSet, is_at_names};
-pub(crate) use top::ScopeTop;
+pub(crate) use top::{ScopeTop, TopNames};
 
 /// Name of the extended attribute with the default ACL of a directory.
 const DEFAULT_ACL: &str = "system.posix_acl_default";
@@ -106,7 +106,7 @@ pub(crate) struct Scope<B: Backing> {
     /// What processes on this host used before the prepare, for the vote of several hosts.
     pub(crate) recorded_accesses: Mutex<Option<Vec<AccessedFile>>>,
     /// Progress of the commit's application, and the transaction that follows.
-    pub(crate) application: Application<B>,
+    pub(crate) apply_state: ApplyState<B>,
     /// In shadow mode, the saved state that undoes the changes.
     pub(crate) shadow: Option<Shadow<B>>,
 }
@@ -144,6 +144,22 @@ pub(crate) struct StagingDir<B: Backing> {
     pub(crate) inode: B::Inode,
 }
 
+impl<B: Backing> StagingDir<B> {
+    /// Returns the staged copy that is the object `name` in this directory.
+    pub(crate) fn into_copy(self, name: String) -> StagedCopy<B> {
+        StagedCopy {
+            staging_dir: self.inode,
+            path: StagedPath {
+                dir: self.name,
+                name,
+            },
+            // Both are set when the commit is applied.
+            kept_inode: None,
+            final_name: None,
+        }
+    }
+}
+
 impl<B: Backing> Clone for StagingDir<B> {
     fn clone(&self) -> Self {
         Self {
@@ -154,8 +170,8 @@ impl<B: Backing> Clone for StagingDir<B> {
 }
 
 impl<B: Backing> Scope<B> {
-    /// Makes the state in memory of a transaction that covers the directory `root` and all below it. Also makes the
-    /// directories for its files in `dir`, its own directory. `path` is the path of `root` at the begin.
+    /// Returns a transaction that covers the directory `root` and all below it, and makes the directories for its files
+    /// in `dir`, its own directory. `path` is the path of `root` at the begin.
     ///
     /// `recovered` is the change log if an earlier firnd (server of this mount) prepared the transaction; it then
     /// starts as prepared and otherwise as open. `shadow` is the saved old state; `None` if changes are kept back until
@@ -178,6 +194,7 @@ impl<B: Backing> Scope<B> {
             serial,
             root,
             path,
+            // The caller sets these two if the transaction covers only some names in `root`.
             names_in_root: None,
             key: None,
             subdirectories_in_root: AtomicI64::new(0),
@@ -201,7 +218,7 @@ impl<B: Backing> Scope<B> {
             is_undo: false,
             is_revived: false,
             recorded_accesses: Mutex::default(),
-            application: Application::default(),
+            apply_state: ApplyState::default(),
         })
     }
 
@@ -305,12 +322,12 @@ impl<B: Backing> Scope<B> {
             && self.decided_id().is_some()
             && self.recovered.is_none()
             && self.shadow.is_none()
-            && self.application.next_scope().is_none()
+            && self.apply_state.next_scope().is_none()
     }
 
     /// Sets the transaction that follows this one's commit.
     pub(crate) fn set_next_scope(&self, next: Arc<Self>) {
-        self.application.set_next_scope(next);
+        self.apply_state.set_next_scope(next);
     }
 
     /// Returns the change of an object. If there is none, makes one and adds it to the list of the transaction's

@@ -97,7 +97,7 @@ impl<B: Backing> Scopes<B> {
     pub(crate) fn replace_by_next(&self, scope: &Arc<Scope<B>>) {
         let mut list = self.list.write();
         list.retain(|listed| !Arc::ptr_eq(listed, scope));
-        list.extend(scope.application.take_next_scope());
+        list.extend(scope.apply_state.take_next_scope());
         self.count.store(list.len(), Ordering::Release);
         self.store_changed_tops(&list);
         self.check_invariants(&list);
@@ -156,7 +156,7 @@ impl<B: Backing> Scopes<B> {
         // copy of the list from before that moment, with stages from after it, would miss that transaction.
         let list = self.list.read();
         for scope in list.iter().filter(|scope| select(scope)) {
-            let next_scope = scope.application.next_scope();
+            let next_scope = scope.apply_state.next_scope();
             for transaction in [Some(Arc::clone(scope)), next_scope].into_iter().flatten() {
                 let stage = transaction.stage();
                 if stage != Stage::Ended {
@@ -186,14 +186,14 @@ impl<B: Backing> Scopes<B> {
         // end.
         let list = self.list.read();
         let first = list.iter().find(|scope| scope.has_path(path))?;
-        let next_scope = first.application.next_scope();
+        let next_scope = first.apply_state.next_scope();
         Some(next_scope.unwrap_or_else(|| Arc::clone(first)))
     }
 
     /// Returns the commit that a transaction follows, if any.
     pub(crate) fn commit_before(&self, scope: &Arc<Scope<B>>) -> Option<Arc<Scope<B>>> {
         self.find(|commit| {
-            let next_scope = commit.application.next_scope();
+            let next_scope = commit.apply_state.next_scope();
             next_scope.is_some_and(|next_scope| Arc::ptr_eq(&next_scope, scope))
         })
     }

@@ -9,7 +9,7 @@
 //! .firn/committed          number of the last commit of each scope: a line each, with the path in hex
 //! .firn/dropped            pending data that other arenas have to drop (`transaction::arenas`)
 //! .firn/undo-N/            a committed transaction whose undo parts are kept (`history`)
-//! .firn/tx-N/new/DIR/M     staged objects; all objects in one DIR inherit the same
+//! .firn/tx-N/new/DIR/M     staged objects; all objects in one DIR inherit the same group and default ACL
 //! .firn/tx-N/new/u/        with `history`: staged copies for the undo of the commit
 //! .firn/tx-N/away/M        objects that have lost one name and not got the next, while a commit is applied
 //! .firn/tx-N/saved/        in shadow mode: states of objects before their first change (`shadow::save`)
@@ -36,13 +36,14 @@ use crate::error::StoreError;
 use crate::own::is_path;
 pub(crate) use crate::own::{
     clear as remove_contents, clear_but as remove_contents_except, find, find_dir, list, make_dir,
-    must_find_dir, new_name, own_caller as firnd_caller, read_file, replace_file,
+    must_find_dir, new_name, own_caller as daemon_caller, read_file, replace_file,
     replace_file_unsynced, write_all, write_new_file,
 };
 
 pub use firn_hosts::own::TOP;
 /// Name of Firn's own directory in the top of the backing: `.firn`.
 pub(crate) use firn_hosts::own::TOP as FIRN_DIR;
+// Names of the files and directories in `.firn/` and `tx-N/`; see the table at the head of this file.
 pub(crate) const OPEN: &str = "open";
 pub(crate) const NAMES: &str = "names";
 pub(crate) const KEY: &str = "key";
@@ -108,8 +109,9 @@ pub(crate) fn load_scope<B: Backing>(
 }
 
 /// Makes an object other than a regular file, of the kind in `mode`: a directory, a symbolic link to `target`, or a
-/// special file with the device number `rdev`. The caller sets its attributes.
-pub(crate) fn make_special<B: Backing>(
+/// special file with the device number `rdev`. The caller sets its attributes; only the owner may use a directory
+/// or special file until then.
+pub(crate) fn make_non_file<B: Backing>(
     base: &B,
     dir: &B::Inode,
     name: &OsStr,
@@ -117,12 +119,13 @@ pub(crate) fn make_special<B: Backing>(
     rdev: u64,
     target: &[u8],
 ) -> Result<B::Inode> {
+    let caller = daemon_caller();
     let (inode, _) = match mode & libc::S_IFMT {
-        libc::S_IFDIR => base.mkdir(&firnd_caller(), dir, name, 0o700)?,
-        libc::S_IFLNK => base.symlink(&firnd_caller(), dir, name, OsStr::from_bytes(target))?,
-        kind => {
-            let mode = kind | 0o600;
-            base.make(&firnd_caller(), dir, name, NewKind::Node { mode, rdev })?
+        libc::S_IFDIR => base.mkdir(&caller, dir, name, 0o700)?,
+        libc::S_IFLNK => base.symlink(&caller, dir, name, OsStr::from_bytes(target))?,
+        special_kind => {
+            let mode = special_kind | 0o600;
+            base.make(&caller, dir, name, NewKind::Node { mode, rdev })?
         }
     };
     Ok(inode)

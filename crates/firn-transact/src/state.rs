@@ -1,6 +1,7 @@
 //! [`NameState`]: what became of a name of a file since a transaction began: unlinked, renamed, truncated and so on.
 //!
-//! The states are those of the paper on CprFS. The paper (table 1, figure 5, table 2) follows every call from state to
+//! The states and their names, such as `Dead` and `Reborn`, are those of the paper on CprFS; [`NameState`] explains
+//! each one. The paper (table 1, figure 5, table 2) follows every call from state to
 //! state, and so do the tests (`tests/oracle`). Here the states are derived from the tables of the transaction when the
 //! status needs them; nothing is recorded while programs change names. A commit does not use the states: it uses the
 //! objects and their names before and after ([`crate::change_log`]), which also covers directories, links and special
@@ -199,26 +200,26 @@ impl ChangeTables {
             self.origins.insert(name.clone(), (object.kind, object.key));
         }
         for (name, name_change) in &change.names {
-            let file = match &name_change.object {
+            let file_key = match &name_change.object {
                 Some(named_object) if named_object.kind == Kind::File => Some(named_object.key),
                 _ => None,
             };
-            self.named_files.extend(file);
+            self.named_files.extend(file_key);
             self.names.push(ChangedName {
                 name: (object.key, name.clone()),
-                file,
+                file: file_key,
                 is_in_backing: name_change.is_in_backing,
             });
         }
         if object.kind == Kind::File {
-            let file = ChangedFile {
+            let changed_file = ChangedFile {
                 origin,
                 is_new,
                 is_cut: change
                     .original
                     .is_some_and(|original| change.cut < original.size),
             };
-            self.files.insert(object.key, file);
+            self.files.insert(object.key, changed_file);
         }
     }
 
@@ -249,12 +250,16 @@ impl ChangeTables {
         if file.origin.as_ref() == Some(&changed.name) {
             return Some(file.state_in_place());
         }
+        // The variants of `NameState` say what each state means to a user.
         Some(match (old, file.is_new, file.is_cut) {
+            // A new file has the name, which was free, or was freed by an unlink or by a rename.
             (OldFile::Missing, true, _) => Normal,
             (OldFile::Removed, true, _) => Reborn,
             (OldFile::Moved, true, _) => DeadReborn,
+            // An old file was renamed to the name, which was free or freed by an unlink.
             (OldFile::Missing | OldFile::Removed, false, false) => Renamed,
             (OldFile::Missing | OldFile::Removed, false, true) => RenamedTruncated,
+            // An old file was renamed to the name after a rename of the file that had it before.
             (OldFile::Moved, false, false) => DeadRenamed,
             (OldFile::Moved, false, true) => DeadRenamedTruncated,
         })

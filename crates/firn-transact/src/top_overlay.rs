@@ -46,7 +46,7 @@ struct ShownTops<B: Backing> {
     change_times: Vec<Time>,
 }
 
-/// Answers which names of tops a directory shows or hides.
+/// Shows or hides the names of tops in their parent directories.
 pub struct TopOverlay<B: Backing> {
     pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,
@@ -107,17 +107,22 @@ impl<B: Backing> TopOverlay<B> {
     pub(crate) fn attr_with_tops(&self, dir: &Object<B>, inode: &B::Inode) -> Result<Attr, Errno> {
         loop {
             let tops = self.shown_tops(dir);
-            let are_moved = self.which_tops_are_moved(inode, &tops.scopes_with_new_tops)?;
+            let are_in_backing =
+                self.which_tops_are_in_backing(inode, &tops.scopes_with_new_tops)?;
             let mut attr = self.link_counts.attr_without_hidden_links(dir, inode)?;
-            // A commit that is being applied moves tops to the backing. After such a move the attributes are read
-            // again.
-            if self.which_tops_are_moved(inode, &tops.scopes_with_new_tops)? != are_moved {
+            // A commit that is applied meanwhile moves tops to the backing, and its link count then includes them. If
+            // that happened between the two look-ups, the attributes are read again.
+            if self.which_tops_are_in_backing(inode, &tops.scopes_with_new_tops)? != are_in_backing
+            {
                 continue;
             }
             // A link count of 1 means that the file system does not count subdirectories.
             if attr.nlink > 1 {
-                let missing_tops = are_moved.iter().filter(|is_moved| !**is_moved).count();
-                attr.nlink += missing_tops as u32;
+                let missing_count = are_in_backing
+                    .iter()
+                    .filter(|is_in_backing| !**is_in_backing)
+                    .count();
+                attr.nlink += missing_count as u32;
             }
             for time in tops.change_times {
                 attr.mtime = attr.mtime.max(time);
@@ -149,7 +154,7 @@ impl<B: Backing> TopOverlay<B> {
 
     /// Returns for each transaction whether its uppermost directory (top) has been moved to `dir` in the backing
     /// already. The transactions create their tops; the move is a step of the commit.
-    fn which_tops_are_moved(
+    fn which_tops_are_in_backing(
         &self,
         dir: &B::Inode,
         scopes: &[Arc<Scope<B>>],

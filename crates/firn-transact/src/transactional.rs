@@ -3,8 +3,8 @@
 //! A file system below a mount or below such a layer is a *backing*. The *scope* of a transaction is what it covers;
 //! the *top* is its uppermost directory. In *shadow mode* the backing has a transaction's changes at once.
 //!
-//! It is assembled from parts. Each part is built from the parts before it. An operation that one part can do is a
-//! method of that part.
+//! It is assembled from parts, each of which uses only parts before it in the list of fields. An operation that one
+//! part can do is a method of that part.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -41,8 +41,7 @@ use firn_backing::lock::Mutex;
 
 /// A backing whose directories can be in a transaction.
 ///
-/// The parts are in order from the lowest one up; each part uses only parts before it. Methods are for operations that
-/// need many parts.
+/// The fields are its parts, from the lowest one up. Its methods are the operations that need many parts.
 pub struct TransactionalBacking<B: Backing> {
     /// The backing below, and the directory in it where this mount keeps its transactions.
     pub lower: Arc<LowerBacking<B>>,

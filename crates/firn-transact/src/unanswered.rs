@@ -1,18 +1,19 @@
-//! Remembers commits that were applied although their request failed, so that a repeated request succeeds.
+//! Remembers applied commits after a failed request ([`Unanswered`]), so that a repeated request succeeds. Also
+//! remembers the votes on applied commits that this host must still leave ([`VoteToLeave`]).
 //!
-//! A repeated request with the same number is for such a commit, not for the transaction that follows it. The commit is
+//! A repeated request with the same number is for the applied commit, not for the transaction after it. The commit is
 //! remembered until it is requested again, or until another request for its *scope* (the directory of the transaction)
 //! arrives. An unmount forgets it: the next mount leaves its vote, and no later transaction can be confused with it.
 //!
 //! With several hosts, a *vote* or *ballot* decides a commit by files that all hosts see. A host *leaves* it when it
-//! records there that it has applied the commit. This file also leaves votes that could not be left at once.
+//! records there that it has applied the commit. If that fails, the host tries again later.
 
 use firn_backing::{Backing, Errno};
 
 use crate::transaction::apply_commit::DecidedCommits;
 use crate::transactional::TransactionalBacking;
 
-/// An applied commit; its request is not answered yet.
+/// An applied commit. Its request failed before it was answered.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Unanswered {
     /// Number of the commit.
@@ -23,9 +24,9 @@ pub(crate) struct Unanswered {
     pub(crate) path_after: Vec<u8>,
 }
 
-/// An applied commit; this host has not left its vote yet. The fields identify the vote.
+/// The vote on an applied commit, which this host could not leave yet.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct AppliedCommit {
+pub(crate) struct VoteToLeave {
     /// Number of the commit.
     pub(crate) id: u64,
     /// Path of the scope at the begin.
@@ -40,14 +41,14 @@ impl<B: Backing> DecidedCommits<B> {
             .shared
             .leave_commit(scope)
             .and_then(|()| self.votes.leave_vote(id, scope));
-        let commit = AppliedCommit {
+        let vote = VoteToLeave {
             id,
             scope: scope.to_vec(),
         };
         let mut votes_to_leave = self.votes_to_leave.lock();
         match left {
-            Ok(()) => votes_to_leave.remove(&commit),
-            Err(_) => votes_to_leave.insert(commit),
+            Ok(()) => votes_to_leave.remove(&vote),
+            Err(_) => votes_to_leave.insert(vote),
         };
         left
     }
@@ -55,7 +56,7 @@ impl<B: Backing> DecidedCommits<B> {
     /// Leaves the votes of the selected commits that could not be left before. Tries all, and returns the first error.
     fn leave_remaining_votes(
         &self,
-        is_selected: impl Fn(&AppliedCommit) -> bool,
+        is_selected: impl Fn(&VoteToLeave) -> bool,
     ) -> Result<(), Errno> {
         let votes_to_leave = self.votes_to_leave.lock().clone();
         let mut result = Ok(());

@@ -3,15 +3,14 @@
 //! A call of that file system (the *backing*) may hang, so no thread holds an ordinary lock across it. This table takes
 //! the place of such a lock.
 //!
-//! * A *use* is shared: a thread that looks up or changes objects enters a use of them ([`UseTable::enter`]).
-//! * A *quiet* area is used by one thread alone: a thread that begins, prepares or ends a transaction quiesces the
+//! * A *use* is shared access: a thread that looks up or changes objects enters a use of them ([`UseTable::enter`]).
+//! * A *quiet area* is exclusive access: a thread that begins, prepares or ends a transaction quiesces the
 //!   transaction's scope ([`UseTable::quiesce`]). It waits until no use is in the scope, and later uses of the scope
 //!   wait. Other uses continue.
 //!
 //! Invariants
 //! * Quiet areas never overlap. Once [`UseTable::quiesce`] has returned, no use is in its areas.
-//! * A thread that waits here has no use and no quiet area in the same table, so no threads can wait for each other in
-//!   a circle.
+//! * A thread that waits here has no use and no quiet area in the same table, so there is no deadlock.
 //! * A directory that is being moved or removed ([`UseGuard::announce_move`]) has no quiet area at or below it.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -38,7 +37,7 @@ struct UseTableState<B: Backing> {
     last_number: u64,
     /// The uses, by their numbers.
     uses: BTreeMap<u64, UsedObjects<B>>,
-    /// The areas of each thread that has quiesced some or waits for uses in them to end, by number.
+    /// The quiet areas of each thread, by number. A thread that still waits for uses to end is included.
     quiet_areas: BTreeMap<u64, Vec<Area<B>>>,
 }
 
@@ -142,8 +141,9 @@ impl<B: Backing> UseTableState<B> {
 }
 
 impl<B: Backing> UseTable<B> {
-    /// Waits until none of the objects is in a quiet area, which one thread has for itself to begin or end a
-    /// transaction. Returns a guard; until it is dropped, a thread that wants such an area with these objects waits.
+    /// Acquires shared use of some objects. Waits until no thread has exclusive use of an area with one of them (a
+    /// *quiet area*), to begin or end a transaction. Until the returned guard is dropped, a thread that wants such
+    /// exclusive use waits.
     ///
     /// The caller holds no lock.
     #[track_caller]

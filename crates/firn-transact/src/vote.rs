@@ -25,6 +25,7 @@
 use std::ffi::OsStr;
 use std::sync::Arc;
 
+use crate::change_log::ChangeLog;
 use crate::conflict::{AccessList, AccessedFile, ConflictReport, find_conflicts};
 use crate::scopes::Scopes;
 use crate::shadow::shared::SharedTransactions;
@@ -296,7 +297,7 @@ impl<B: Backing> Votes<B> {
         let Some(members) = &self.lower.members else {
             return Ok(());
         };
-        // Another host may be removing the rest of an earlier vote.
+        // A missing file or directory means that another host is removing an earlier vote of the same number.
         let not_over = |errno| match errno {
             Errno::NOENT | Errno::STALE => VoteError::LastVoteNotOver { id },
             errno => VoteError::from(errno),
@@ -316,11 +317,7 @@ impl<B: Backing> Votes<B> {
                 "its firnd was restarted and has lost the record of what its programs read";
             return self.give_vote_up(id, &scope.path, reason.to_owned());
         };
-        let dir_name = format!("tx-{}", scope.serial);
-        let record = self
-            .lower
-            .load_record(&scope.dir, &dir_name, staging::RECORD)?
-            .ok_or(VoteError::NotVoted { id })?;
+        let record = self.load_prepared_record(scope, id)?;
         let list = self.list_accesses(members, &record, &accesses)?;
         match vote.ballot.join(&list.encode()).map_err(not_over)? {
             Joined::Yes => Ok(()),
@@ -328,6 +325,15 @@ impl<B: Backing> Votes<B> {
             Joined::Over if vote.ballot.dir().is_current()? => Ok(()),
             Joined::Over => Err(VoteError::LastVoteNotOver { id }),
         }
+    }
+
+    /// Loads the change log of a prepared transaction. Fails with `NotVoted` if it is not prepared; `id` is the number
+    /// for this error.
+    fn load_prepared_record(&self, scope: &Scope<B>, id: u64) -> Result<ChangeLog, VoteError> {
+        let dir_name = format!("tx-{}", scope.serial);
+        self.lower
+            .load_record(&scope.dir, &dir_name, staging::RECORD)?
+            .ok_or(VoteError::NotVoted { id })
     }
 
     /// Returns the recorded accesses of this host's programs. Returns `None` if this firnd did not record them.
@@ -445,9 +451,9 @@ impl<B: Backing> Votes<B> {
     /// Decides a commit or an abort of a transaction for all hosts, if there is no decision yet. `scope` is the path of
     /// the transaction's directory. Does nothing on a mount of one host.
     ///
-    /// Returns `Ok` if the proposal is the decision that counts, and otherwise an error that says what was decided. A
-    /// commit fails with `NotVoted` if there is no verdict. It fails with the conflict or the reason if the verdict
-    /// rules it out.
+    /// Returns `Ok` if the hosts have decided as `proposal` says, now or before, and otherwise an error that says what
+    /// was decided. A commit needs a clear verdict: without one it fails with `NotVoted`, or with the conflict or the
+    /// reason in the verdict.
     pub(crate) fn decide_vote(
         &self,
         id: u64,
@@ -467,14 +473,14 @@ impl<B: Backing> Votes<B> {
         match (proposal, vote.verdict()?) {
             (Proposal::Commit, None) => return Err(VoteError::NotVoted { id }),
             (Proposal::Commit, Some(verdict)) => verdict.into_result()?,
-            // The verdict rules the commit out already.
+            // The verdict rules the commit out already, so no decision is needed.
             (Proposal::Abort, Some(Verdict::Conflict(_) | Verdict::GivenUp { .. })) => {
                 return Ok(());
             }
             (Proposal::Abort, Some(Verdict::Clear) | None) => {}
         }
-        // The decision in the shared transaction's directory counts, because a host that has not joined this vote may
-        // abort there.
+        // In shadow mode the decision in the shared transaction's directory comes first, because a host that has not
+        // joined this vote may abort there.
         if let Some(shared) = self.shared.find_shared(scope)? {
             let decision = shared.decide(proposal)?;
             check_decision(decision, proposal, id, ABORTED_TRANSACTION)?;
@@ -606,7 +612,7 @@ impl<B: Backing> Votes<B> {
                 reason: "its firnd was restarted".into(),
             });
         }
-        self.must_be_changeable(scope, id)?;
+        self.end_vote_before_reopen(scope, id)?;
         self.lower
             .base
             .unlink(&scope.dir, OsStr::new(staging::RECORD))?;
@@ -616,12 +622,12 @@ impl<B: Backing> Votes<B> {
         Ok(scope.recorded_accesses.lock().take().unwrap_or_default())
     }
 
-    /// Checks that a prepared transaction of several hosts in shadow mode (changes are made at once) may be opened
-    /// again for changes. Other transactions always may.
+    /// Ends the vote on a prepared transaction for all hosts, without a commit, so that this host can open it again for
+    /// changes. Only a transaction of several hosts in shadow mode (changes are made at once) needs this.
     ///
-    /// Ends the vote without a commit first. If the hosts have already agreed and none has aborted, they may
-    /// commit at any time, so nothing may change any more; this function then fails with `Decided`.
-    fn must_be_changeable(&self, scope: &Scope<B>, id: u64) -> Result<(), VoteError> {
+    /// Fails with `Decided` if the hosts have agreed already and none has aborted: they may commit at any time, so no
+    /// host may change anything.
+    fn end_vote_before_reopen(&self, scope: &Scope<B>, id: u64) -> Result<(), VoteError> {
         if self.shared.find_shared(&scope.path)?.is_none() {
             return Ok(());
         }

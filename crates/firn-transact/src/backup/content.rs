@@ -17,11 +17,15 @@ use crate::copy::{CopyError, OpenFile, copy_blocks};
 use crate::error::{BackupError, ReviveError};
 use crate::staging;
 
+/// Stands for no failure: [`copy_to_backup`] was stopped, or the file became shorter.
+pub(super) const COPY_STOPPED: Errno = Errno::AGAIN;
+
 /// Copies the file `inode` of a transaction in the backing `base` to the new file `name` in the directory `dir` of the
-/// backup `store`. Returns what the manifest, the backup's list of files, says of the bytes. Holes are not copied.
+/// backup `store`. Returns its size, ranges and checksum for the manifest, the backup's list of files. Holes are not
+/// copied.
 ///
-/// Calls `may_continue` after each block. Fails with EAGAIN of the backing if `may_continue` returns false or the file
-/// became shorter meanwhile.
+/// Calls `may_continue` before each block is written. If the result is false or the file became shorter meanwhile, the
+/// copy stops and fails with [`COPY_STOPPED`] as an error of the backing.
 pub(super) fn copy_to_backup<B: Backing>(
     base: &B,
     inode: &B::Inode,
@@ -34,7 +38,7 @@ pub(super) fn copy_to_backup<B: Backing>(
     let size = base.attr_of_file(&staged_file)?.size;
     unlink_if_exists(store, dir, OsStr::new(name)).map_err(backup_failed)?;
     let (_, backup_file, _) = store
-        .create(&staging::firnd_caller(), dir, OsStr::new(name), 0o600)
+        .create(&staging::daemon_caller(), dir, OsStr::new(name), 0o600)
         .map_err(backup_failed)?;
     let source = OpenFile {
         backing: base,
@@ -58,7 +62,7 @@ pub(super) fn copy_to_backup<B: Backing>(
         copy_blocks(source, target, range.clone(), &mut visit).map_err(|error| match error {
             CopyError::Read(errno) => errno.into(),
             CopyError::Write(errno) => backup_failed(errno),
-            CopyError::EndsAt(_) | CopyError::Stopped => Errno::AGAIN.into(),
+            CopyError::EndsAt(_) | CopyError::Stopped => COPY_STOPPED.into(),
         })?;
         ranges.push((range.start, range.end));
     }

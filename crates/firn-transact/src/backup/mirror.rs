@@ -103,6 +103,13 @@ impl<B: Backing> CopyState<B> {
     pub(super) fn is_complete(&self) -> bool {
         self.copy.as_ref().is_some_and(|copy| copy.is_complete)
     }
+
+    /// Returns the total size of the files that were copied.
+    fn copied_bytes(&self) -> u64 {
+        self.copy.as_ref().map_or(0, |copy| {
+            copy.copied.values().map(|file| file.version.size).sum()
+        })
+    }
 }
 
 /// The directory of one transaction in the backup.
@@ -238,8 +245,8 @@ impl<B: Backing> Mirror<B> {
         self.ended_dirs.lock().iter().cloned().collect()
     }
 
-    /// Records, for the status, how far the copy of a transaction's files in the backup is. Called after each *round*,
-    /// which copies files of an open transaction from time to time, and after the prepare.
+    /// Records for the status how many bytes of a transaction the backup has, and the last error. Called after the
+    /// prepare, and after each *round*: a periodic copy of files while the transaction is open.
     ///
     /// `result` is that of the round or prepare. `left_bytes` is the number of bytes that it left for later.
     pub(super) fn record_progress<T>(
@@ -249,13 +256,12 @@ impl<B: Backing> Mirror<B> {
         result: &Result<T, BackupError>,
         left_bytes: u64,
     ) {
-        let copied_bytes = state.copy.as_ref().map_or(0, |copy| {
-            copy.copied.values().map(|file| file.version.size).sum()
-        });
+        let copied_bytes = state.copied_bytes();
         let mut entries = self.progress.lock();
         let entry = entries.entry(scope.serial).or_default();
         let progress = &mut entry.progress;
-        // A round that copied nothing has not tried to write, so an earlier error may still hold.
+        // A success clears an earlier error only if it shows that the backup can be written. A round that copied
+        // nothing and left bytes for later does not show that.
         let has_written = left_bytes == 0 || copied_bytes > progress.copied_bytes;
         match result {
             Err(error) => progress.error = Some(error.to_string()),

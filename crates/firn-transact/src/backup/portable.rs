@@ -84,11 +84,10 @@ impl<'a, B: Backing> PortableLogMaker<'a, B> {
     }
 
     /// Returns a copy of an entry of the change log for other trees: it identifies the object by paths, not by inode
-    /// number, and cannot be undone.
+    /// number, and cannot be undone. The paths are those that the object has in the backing before the transaction.
     ///
-    /// The paths are those of the names that the object has before the transaction (`names_before`), as far as the
-    /// backing has them. If it has none of them, returns `None`, as the entry is not needed, or fails with `NoPath` if
-    /// the object is a directory or the log changes it.
+    /// If it has none, the copy would be of no use: returns `None` if the log does not change the object, and otherwise
+    /// fails with `NoPath`. A directory without a path always fails.
     fn portable_entry(&mut self, entry: &'a Entry) -> Result<Option<Entry>, BackupError> {
         let mut portable_entry = Entry {
             identity: Identity::NONE,
@@ -105,6 +104,7 @@ impl<'a, B: Backing> PortableLogMaker<'a, B> {
         if entry.number == BACKING_TOP_NUMBER {
             return Ok(Some(portable_entry));
         }
+        // All names that are found lead to the same object.
         let mut paths = Vec::new();
         let mut found_inode = None;
         for entry_name in entry.names_before() {
@@ -143,7 +143,7 @@ impl<'a, B: Backing> PortableLogMaker<'a, B> {
     /// its path; `None` if the name does not exist or leads to another object.
     ///
     /// The directory of the name is searched for first, which may lead to further searches. `searched` has the numbers
-    /// of all objects that are being searched for, so that a circle of directories ends the search.
+    /// of all objects that are being searched for, so that a cycle of directories ends the search.
     fn find_at(
         &mut self,
         entry: &Entry,

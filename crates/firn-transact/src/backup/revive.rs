@@ -79,16 +79,17 @@ impl<B: Backing> Revival<B> {
         }
     }
 
-    /// Prepares a transaction again from its copy, the directory `dir` named `name` in the backup `store`. The host or
-    /// `.firn/` in the backing was lost. `manifest` is the change log in the copy. The transaction then waits for its
-    /// decision.
+    /// Prepares a transaction again from its copy in the backup `store`, after the host or `.firn/` in the backing was
+    /// lost. The transaction then waits for its decision.
+    ///
+    /// The copy is the directory `backup_dir` named `name`, and `manifest` is the change log in it.
     ///
     /// Fails with `OtherTree`, `Overlaps` or `Applied` if the backing does not have the tree from before the
     /// transaction, and with `Damaged` if the copy does not have the bytes that the manifest says.
     pub fn revive(
         &self,
         store: &B,
-        dir: &B::Inode,
+        backup_dir: &B::Inode,
         name: &OsStr,
         manifest: &ChangeLog,
     ) -> Result<(), ReviveError> {
@@ -97,10 +98,13 @@ impl<B: Backing> Revival<B> {
             .map_err(|_| ReviveError::Damaged {
                 file: super::MANIFEST.into(),
             })?;
-        self.must_precede(manifest)?;
+        self.check_state_before(manifest)?;
         let found_objects = self.find_objects(manifest)?;
-        self.must_have_room(manifest, &found_objects)?;
-        let backup = BackupDir { store, dir };
+        self.check_applicable(manifest, &found_objects)?;
+        let backup = BackupDir {
+            store,
+            dir: backup_dir,
+        };
         let transactions_dir = self.link_counts.make_hidden_transactions_dir()?;
         let serial = self.scopes.next_serial();
         let dir_name = format!("tx-{serial}");
@@ -130,7 +134,7 @@ impl<B: Backing> Revival<B> {
             RenameFlags::empty(),
         )?;
         self.lower.base.sync_dir(&dir)?;
-        Ok(self.stored_scopes.wait_for_decision(serial, dir, record)?)
+        Ok(self.stored_scopes.register_prepared(serial, dir, record)?)
     }
 
     /// Finds all objects of the backing that the manifest (the change log in a backup) refers to, by their paths.
@@ -171,10 +175,9 @@ impl<B: Backing> Revival<B> {
         Ok(record)
     }
 
-    /// Checks that the backing has the state from before the transaction of `manifest`, the change log in a backup. No
-    /// stored transaction may overlap its scope, the directory that it covers, and the last commit of the scope must be
-    /// the one before it. A backing without `.firn` has no last commit and passes.
-    fn must_precede(&self, manifest: &ChangeLog) -> Result<(), ReviveError> {
+    /// Fails with `Overlaps` if a stored transaction covers a part of what the transaction of `manifest` covers, under
+    /// the path before or after its commit.
+    fn check_no_overlap(&self, manifest: &ChangeLog) -> Result<(), ReviveError> {
         let scope_after = manifest.scope_after(Direction::Redo);
         let overlapping = self.scopes.paths_where(|scope| {
             is_at_or_below(&scope.path, &manifest.scope)
@@ -187,6 +190,17 @@ impl<B: Backing> Revival<B> {
                 scope: overlapping_path.as_slice().into(),
             });
         }
+        Ok(())
+    }
+
+    /// Checks that the backing has the state from before the transaction of `manifest`, the change log in a backup.
+    /// * No other transaction overlaps its scope, the directory that it covers.
+    /// * The transaction is not applied already, under its old path or the new one.
+    /// * The last commit of the scope is the one before the transaction. A backing without `.firn` has no last commit
+    ///   and passes.
+    fn check_state_before(&self, manifest: &ChangeLog) -> Result<(), ReviveError> {
+        self.check_no_overlap(manifest)?;
+        let scope_after = manifest.scope_after(Direction::Redo);
         if scope_after != manifest.scope
             && self.lower.present_commit_id(scope_after)? == Some(manifest.id)
         {
@@ -194,7 +208,7 @@ impl<B: Backing> Revival<B> {
         }
         match self.lower.present_commit_id(&manifest.scope)? {
             last_id if last_id == manifest.id_before => Ok(()),
-            // The backing is a copy without `.firn`.
+            // A copy of the tree without `.firn`.
             None => Ok(()),
             Some(id) if id == manifest.id => Err(ReviveError::Applied { id }),
             Some(id) => Err(other_tree(
@@ -246,10 +260,12 @@ impl<B: Backing> Revival<B> {
         Ok(inode)
     }
 
-    /// Checks for two things that would stop the application of a commit to the backing half-way: a new name that
-    /// exists already, and a removed directory that would not be empty. `log` has the transaction's changes; each entry
-    /// has the names that its object has only `before` and only `after` it.
-    fn must_have_room(
+    /// Checks that the application of a commit to the backing would not fail half-way, because a new name exists
+    /// already or a removed directory would not be empty.
+    ///
+    /// `log` has the transaction's changes; each entry has the names that its object has only `before` and only `after`
+    /// it.
+    fn check_applicable(
         &self,
         log: &ChangeLog,
         found_objects: &FoundObjects<B>,
@@ -326,12 +342,9 @@ impl<B: Backing> Revival<B> {
         let base = &self.lower.base;
         let new = staging::make_dir(base, dir, staging::NEW)?;
         staging::make_dir(base, dir, staging::AWAY)?;
-        let mut staged_identities = BTreeMap::new();
-        for staged in &manifest.staged {
-            let staging_dir = staging::make_dir(base, &new, &staged.at.dir)?;
-            let inode = self.make_staged(backup, staged, &staging_dir)?;
-            staged_identities.insert(&staged.at, self.read_identity(&inode)?);
-        }
+        // The caller has checked that the manifest lists each staged path that an entry has.
+        let staged_identities = self.make_all_staged(backup, manifest, &new)?;
+        // The change log of this backing: the same entries, but with inode numbers and not with paths.
         let mut record = ChangeLog {
             staged: Vec::new(),
             ..manifest.clone()
@@ -350,6 +363,23 @@ impl<B: Backing> Revival<B> {
             }
         }
         Ok(record)
+    }
+
+    /// Makes all new objects and copies of the manifest below `new`, a part of the transaction's directory. Returns
+    /// their identities by their staged paths.
+    fn make_all_staged<'m>(
+        &self,
+        backup: &BackupDir<'_, B>,
+        manifest: &'m ChangeLog,
+        new: &B::Inode,
+    ) -> Result<BTreeMap<&'m StagedPath, Identity>, ReviveError> {
+        let mut identities = BTreeMap::new();
+        for staged in &manifest.staged {
+            let staging_dir = staging::make_dir(&self.lower.base, new, &staged.at.dir)?;
+            let inode = self.make_staged(backup, staged, &staging_dir)?;
+            identities.insert(&staged.at, self.read_identity(&inode)?);
+        }
+        Ok(identities)
     }
 
     /// Returns the identity of an object of this backing.
@@ -371,13 +401,13 @@ impl<B: Backing> Revival<B> {
         let mode = stored.attributes.mode;
         let inode = if mode & libc::S_IFMT == libc::S_IFREG {
             let (inode, file, _) =
-                base.create(&staging::firnd_caller(), staging_dir, name, 0o600)?;
+                base.create(&staging::daemon_caller(), staging_dir, name, 0o600)?;
             if let Some(content) = &stored.content {
                 copy_from_backup(backup, content, base, &file)?;
             }
             inode
         } else {
-            staging::make_special(base, staging_dir, name, mode, stored.rdev, &stored.target)?
+            staging::make_non_file(base, staging_dir, name, mode, stored.rdev, &stored.target)?
         };
         staging::set_attributes(base, &inode, &stored.attributes)?;
         Ok(inode)

@@ -3,7 +3,7 @@
 //! A *staged file* has new bytes in the transaction's directory. While the transaction is open, *rounds* copy those
 //! that have not changed since the round before. A prepare, which makes the transaction durable, copies all that are
 //! left, and last the *manifest*: the list of files and changes. The *mirror* is the state of the backup
-//! ([`super::mirror`]). A mount without a backup has no mirror; its calls do nothing.
+//! ([`super::mirror`]). On a mount without a backup there is no mirror, and the calls of [`Backups`] do nothing.
 //!
 //! Relies on the caller of [`Backups::back_up`], which keeps the staged files unchanged until the call returns.
 
@@ -16,7 +16,7 @@ use std::sync::{Arc, OnceLock};
 use firn_backing::{Attr, Backing, Errno, Kind, SyncScope};
 
 use super::MANIFEST;
-use super::content::copy_to_backup;
+use super::content::{COPY_STOPPED, copy_to_backup};
 use super::mirror::{
     CopiedFile, CopyState, FileVersion, Mirror, Progress, TransactionCopy, backup_failed,
     backup_file_name, is_directory_name, load_directory_name, load_manifest, new_token,
@@ -32,6 +32,9 @@ use crate::scope::Scope;
 use crate::scopes::Scopes;
 use crate::staging;
 use crate::transactional::TransactionalBacking;
+
+/// For the progress after a prepare, which copies all bytes, and after a round that failed.
+const NO_BYTES_LEFT: u64 = 0;
 
 /// The backup of prepared transactions, if the mount has one.
 pub struct Backups<B: Backing> {
@@ -67,29 +70,42 @@ impl<B: Backing> Backups<B> {
     }
 
     /// Runs one round: copies to the backup those new files of open transactions that have not changed since the last
-    /// round, and removes the copies of ended transactions. Errors are recorded for the status. Does nothing on a mount
-    /// without a backup.
+    /// round, so that a prepare has less to copy. Also removes the copies of ended transactions.
+    ///
+    /// Errors are recorded for the status. Does nothing on a mount without a backup.
     pub fn back_up_ahead(&self) {
         let Some(mirror) = self.mirror.get() else {
             return;
         };
         for scope in self.scopes.all() {
             mirror.with_copy_in_round(scope.serial, |state, waiting_threads| {
-                if !scope.is_open() {
-                    return;
-                }
-                let result = self.copy_ahead(mirror, state, waiting_threads, &scope);
-                // If the transaction has ended, its staged files are gone and the errors mean nothing.
-                if scope.is_open() {
-                    let left_bytes = result.as_ref().copied().unwrap_or(0);
-                    mirror.record_progress(&scope, state, &result, left_bytes);
-                }
+                self.run_round_of(mirror, state, waiting_threads, &scope);
             });
         }
         for name in mirror.ended_dir_names() {
             if let Err(errno) = mirror.remove_ended(&name) {
                 tracing::debug!(%errno, name, "cannot remove the backup of an ended transaction");
             }
+        }
+    }
+
+    /// Runs the round of one transaction, and records its result for the status. Does nothing if the transaction is not
+    /// open.
+    fn run_round_of(
+        &self,
+        mirror: &Mirror<B>,
+        state: &mut CopyState<B>,
+        waiting_threads: &AtomicU32,
+        scope: &Arc<Scope<B>>,
+    ) {
+        if !scope.is_open() {
+            return;
+        }
+        let result = self.copy_ahead(mirror, state, waiting_threads, scope);
+        // If the transaction has ended meanwhile, its staged files are gone, and an error only says so.
+        if scope.is_open() {
+            let left_bytes = result.as_ref().copied().unwrap_or(NO_BYTES_LEFT);
+            mirror.record_progress(scope, state, &result, left_bytes);
         }
     }
 
@@ -167,7 +183,8 @@ impl<B: Backing> Backups<B> {
     }
 
     /// Completes the copy of a transaction in the backup, durably, so that its commit can be finished from the copy.
-    /// `record` is the transaction's change log. After an error the copy is withdrawn: it does not count.
+    /// `record` is the transaction's change log. After an error the copy is withdrawn: no commit can be finished from
+    /// it.
     ///
     /// Does nothing on a mount without a backup. The caller keeps the transaction's files unchanged until the return.
     pub(crate) fn back_up(&self, scope: &Scope<B>, record: &ChangeLog) -> Result<(), BackupError> {
@@ -176,7 +193,8 @@ impl<B: Backing> Backups<B> {
         };
         let result = mirror.with_copy(scope.serial, |state| {
             let result = self.complete_copy(mirror, state, scope, record);
-            mirror.record_progress(scope, state, &result, 0);
+            mirror.record_progress(scope, state, &result, NO_BYTES_LEFT);
+            // `record_progress` counts all files in the copy, also those that the transaction does not need any more.
             if let Ok(bytes) = &result
                 && let Some(entry) = mirror.progress.lock().get_mut(&scope.serial)
             {
@@ -200,7 +218,7 @@ impl<B: Backing> Backups<B> {
         record: &ChangeLog,
     ) -> Result<u64, BackupError> {
         let id_before = self.lower.present_commit_id(&scope.path)?;
-        // A copy of an ended transaction must not seem to be prepared beside this one.
+        // Without their manifests, the copies of ended transactions do not look like prepared ones beside this one.
         for name in mirror.ended_dir_names() {
             remove_manifest_of(&mirror.store, &name)?;
         }
@@ -328,7 +346,7 @@ impl<B: Backing> Backups<B> {
 
     /// Withdraws the copies of applied transactions that are not removed yet. Called before the number of the last
     /// commit changes, because that number shows that they are applied.
-    pub(crate) fn withdraw_ended(&self) -> Result<(), BackupError> {
+    pub(crate) fn withdraw_backups_of_applied(&self) -> Result<(), BackupError> {
         let Some(mirror) = self.mirror.get() else {
             return Ok(());
         };
@@ -343,8 +361,8 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Returns the names of the directories in the backup that stored transactions of the backing `base` refer to.
     /// Called before [`TransactionalBacking::open`], which ends transactions.
     ///
-    /// Removes from the backup `store` the manifests of the transactions that `open` will undo. Otherwise only the copy
-    /// would be left of an undone transaction, and it would seem to be prepared.
+    /// Also removes from the backup `store` the manifests of the transactions that `open` will undo. With a manifest,
+    /// the copy of such a transaction would later look like a prepared one that the backing has lost.
     pub fn known_backups(base: &B, store: Option<&B>) -> Result<BTreeSet<String>, BackupError> {
         let mut backup_names = BTreeSet::new();
         let found = staging::find_dir(base, &base.root(), staging::FIRN_DIR)?;
@@ -361,17 +379,36 @@ impl<B: Backing> TransactionalBacking<B> {
             let Some(backup_name) = load_directory_name(base, &dir)? else {
                 continue;
             };
-            let find_record = |record: &str| staging::find(base, &dir, OsStr::new(record));
-            if let Some(store) = store
-                && find_record(staging::RECORD)?.is_none()
-                && find_record(staging::COMMIT)?.is_none()
-            {
-                // The transaction is neither prepared nor decided, so `open` undoes it.
-                remove_manifest_of(store, &backup_name)?;
+            let has_record = |record: &str| {
+                staging::find(base, &dir, OsStr::new(record)).map(|found| found.is_some())
+            };
+            if let Some(store) = store {
+                // A transaction that is neither prepared nor decided is undone by `open`.
+                let is_undone = !has_record(staging::RECORD)? && !has_record(staging::COMMIT)?;
+                if is_undone {
+                    remove_manifest_of(store, &backup_name)?;
+                }
             }
             backup_names.insert(backup_name);
         }
         Ok(backup_names)
+    }
+
+    /// Returns the serial number of the transaction in `scopes` that has the directory `name` in the backup as its
+    /// copy; `None` if there is none.
+    fn find_backup_owner(
+        &self,
+        scopes: &[Arc<Scope<B>>],
+        name: &str,
+    ) -> Result<Option<u64>, BackupError> {
+        let mut serial_of_owner = None;
+        for scope in scopes {
+            let backup_name = load_directory_name(&self.lower.base, &scope.dir)?;
+            if backup_name.as_deref() == Some(name) {
+                serial_of_owner = Some(scope.serial);
+            }
+        }
+        Ok(serial_of_owner)
     }
 
     /// Adds a backup in `store`, a directory that no other mount uses, and completes the copies of the transactions
@@ -392,13 +429,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 continue;
             }
             let dir = staging::must_find_dir(store, &root, &name).map_err(backup_failed)?;
-            let mut serial_of_owner = None;
-            for scope in &scopes {
-                let backup_name = load_directory_name(&self.lower.base, &scope.dir)?;
-                if backup_name.as_ref() == Some(&name) {
-                    serial_of_owner = Some(scope.serial);
-                }
-            }
+            let serial_of_owner = self.find_backup_owner(&scopes, &name)?;
             let manifest = load_manifest(store, &dir)?;
             if let Some(serial) = serial_of_owner {
                 mirror.insert(serial, TransactionCopy::new(name, dir, manifest.is_some()));
@@ -406,15 +437,16 @@ impl<B: Backing> TransactionalBacking<B> {
             }
             if let Some(Ok(log)) = manifest
                 && !known.contains(&name)
-                && self
-                    .lower
-                    .present_commit_id(log.scope_after(Direction::Redo))?
-                    != Some(log.id)
             {
-                return Err(BackupError::UnknownTransaction { id: log.id, name });
+                let scope_after = log.scope_after(Direction::Redo);
+                let is_applied = self.lower.present_commit_id(scope_after)? == Some(log.id);
+                if !is_applied {
+                    return Err(BackupError::UnknownTransaction { id: log.id, name });
+                }
             }
             mirror.ended_dirs.lock().insert(name);
         }
+        // From here on the mount has the backup.
         let is_first = self.backups.mirror.set(mirror).is_ok();
         assert!(is_first, "a mount has one backup");
         for scope in &scopes {
@@ -522,8 +554,8 @@ impl<B: Backing> Round<'_, B> {
             may_continue,
         );
         let content = match copied {
-            // The copy was stopped, or the file became shorter.
-            Err(BackupError::Store(StoreError::Own(OwnError::Backing(Errno::AGAIN)))) => {
+            // This error says that the copy was stopped, or that the file became shorter.
+            Err(BackupError::Store(StoreError::Own(OwnError::Backing(COPY_STOPPED)))) => {
                 return Ok(false);
             }
             copied => copied?,

@@ -277,17 +277,22 @@ fn collect_accesses(lists_of_file: &[FileOfHost<'_>]) -> FileAccesses {
     let mut ranges = Vec::new();
     for &FileOfHost { host, file } in lists_of_file {
         for listed in &file.processes {
+            // `RangeAccess` refers to this process by its index in `processes`.
             let process = processes.len();
-            let with_access = |access| {
-                move |(start, end)| RangeAccess {
+            let mut add_range = |(start, end), access| {
+                ranges.push(RangeAccess {
                     start,
                     end,
                     process,
                     access,
-                }
+                });
             };
-            ranges.extend(listed.read().map(with_access(Access::Read)));
-            ranges.extend(listed.written().map(with_access(Access::Write)));
+            for range in listed.read() {
+                add_range(range, Access::Read);
+            }
+            for range in listed.written() {
+                add_range(range, Access::Write);
+            }
             let pid = listed.pid;
             processes.push(FileUser { host, pid });
         }
@@ -372,6 +377,14 @@ fn conflict_of_changes(path: &[u8], what: ConflictKind, lists: [&AccessList; 2])
     }
 }
 
+/// Returns the conflict over the name `path`, which the first host changed and the second host only used.
+fn conflict_of_use(path: &[u8], lists: [&AccessList; 2]) -> Conflict {
+    let mut conflict = conflict_of_changes(path, ConflictKind::Name, lists);
+    let [_, user] = &mut conflict.sides;
+    user.writes = false;
+    conflict
+}
+
 /// Adds to `report` the conflicts over names that one host changed and another host changed or used. Each of `lists` is
 /// of one host.
 fn find_name_conflicts(lists: &[AccessList], report: &mut ConflictReport) {
@@ -396,14 +409,7 @@ fn find_name_conflicts(lists: &[AccessList], report: &mut ConflictReport) {
             if first.host == host {
                 continue;
             }
-            report.add(|| {
-                let both_lists = [&lists[first.host], list];
-                let mut conflict = conflict_of_changes(first.path, ConflictKind::Name, both_lists);
-                // The second host only used the name.
-                let [_, user] = &mut conflict.sides;
-                user.writes = false;
-                conflict
-            });
+            report.add(|| conflict_of_use(first.path, [&lists[first.host], list]));
         }
     }
 }

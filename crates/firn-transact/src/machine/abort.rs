@@ -28,9 +28,9 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     /// Decides the abort and makes further changes fail. Returns the step `Undo`, or `then` if another thread has ended
     /// the transaction. Fails if the commit is decided.
     ///
-    /// This comes before changes are stopped (the quiesce). Writes of pending data to the backing, which wait for the
-    /// outcome, must end first, because their data can be dropped only then.
-    pub(super) fn call_off(
+    /// Writes of pending data (in memory only) wait for the outcome. With this decision they end, and only
+    /// then can the step `Undo` stop all changes and drop that data.
+    pub(super) fn decide_abort(
         &self,
         transaction: TransactionHandle<'a, B>,
         then: Box<Step<'a, B>>,
@@ -62,7 +62,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     ) -> Result<Step<'a, B>, TransactionError> {
         let target = QuiesceTarget::scope(transaction.scope_ref());
         let path_now = target.path_now();
-        let mut has_waited = false;
+        let mut is_first_attempt = true;
         self.retry_while_hosts_finish(|| {
             let aborted = self.mount.quiesce(&target, Pending::Discard, |_| {
                 transaction.abort()?;
@@ -73,11 +73,10 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
                 aborted,
                 Err(TransactionError::Stage(StageError::NoTransaction))
             );
-            if is_over && has_waited {
+            if is_over && !is_first_attempt {
                 return Ok(());
             }
-            // Each further attempt comes after a wait.
-            has_waited = true;
+            is_first_attempt = false;
             aborted
         })?;
         self.mount.forget_names(&[&path_now, transaction.scope()]);

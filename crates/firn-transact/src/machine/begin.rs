@@ -23,18 +23,17 @@ use crate::transaction::handle::{Decided, QuiesceTarget, ScopeTransactions};
 use crate::transaction::top::TopMaker;
 
 impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
-    /// Applies the last decided commit of the directory to the backing if the next transaction cannot begin before: an
-    /// earlier firnd decided it, or data that was written after it is in memory. Returns the step `Begin`.
-    ///
-    /// `transactions` are those of the directory at `path`.
-    pub(super) fn clear_last_commit(
+    /// Applies the last decided commit of the directory at `path` to the backing, if it must be applied before the next
+    /// transaction begins. Returns the step `Begin`. There are two cases:
+    /// * An earlier firnd (server of this mount) decided the commit.
+    /// * Data that was written after the commit is in memory only.
+    pub(super) fn finish_blocking_commit(
         &self,
         path: Vec<u8>,
         transactions: ScopeTransactions<'a, B>,
     ) -> Result<Step<'a, B>, TransactionError> {
         let mut target = transactions.quiesce_target(&path);
         match transactions.commit {
-            // An earlier firnd, the server of this mount before, decided this commit.
             Some(commit) if commit.is_recovered() => {
                 self.apply_recovered(&commit, &path)?;
                 // Programs have looked up the old tree's objects. The begin must look the directory up by its path

@@ -2,8 +2,7 @@
 //!
 //! Terms
 //! * A commit is *decided* when it is durable and final, and *applied* when the backing (the directory below the mount)
-//!   has all changes.
-//! * In *buffer mode* changes are kept back until then. In *shadow mode* the backing has them at once.
+//!   has all changes. In *shadow mode* the backing has them before, and in *buffer mode* only then.
 //! * An earlier *firnd* is the process that served the mount before.
 //! * The *scope* is the directory that a transaction covers. It is *quiesced* if no change is in progress and none may
 //!   begin, and *drained* if none of its data is in memory only.
@@ -14,7 +13,7 @@
 //! |---|---|---|
 //! | of one host, or in buffer mode | with the decision | before the answer, or after it if requested |
 //! | prepared by an earlier firnd | after the application; programs see the old tree until then | before the answer |
-//! | of several hosts in shadow mode | after the last host applied it | now if the next one begins, else as requested |
+//! | of several hosts in shadow mode | after the last host applied it | before the answer, if a next one begins |
 //!
 //! An open transaction is decided while its scope is quiesced and drained. A prepared one is decided without a quiesce:
 //! its changes already wait for the decision, so a quiesce would wait for them without end.
@@ -34,9 +33,13 @@ const FIRST_COMMIT_ID: u64 = 1;
 /// The point at which the next transaction of the scope begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum NextBegin {
+    /// This commit begins none.
     Never,
+    /// With the decision, so that no change falls between the two.
     AtDecision,
+    /// After this host has applied the commit.
     AfterApply,
+    /// After all hosts have applied the commit.
     AfterOtherHosts,
 }
 
@@ -123,8 +126,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         }
     }
 
-    /// Makes the plan of the commit: its number, when the next transaction begins, and when the commit is applied.
-    /// Returns the step `Prepare` for an open transaction of several hosts, which must vote, or else `Decide`.
+    /// Plans a commit: its number, when the next transaction begins, and when the commit is applied. Returns the step
+    /// `Prepare` for an open transaction of several hosts, which must vote, or else `Decide`.
     ///
     /// Fails if the number of the last commit cannot be read.
     pub(super) fn plan_commit(
@@ -144,14 +147,16 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         let applies_later = options.applies_later
             && !transaction.is_recovered()
             && next_begin != NextBegin::AfterOtherHosts;
+        let apply_time = if applies_later {
+            ApplyTime::AfterAnswer
+        } else {
+            ApplyTime::BeforeAnswer
+        };
         let plan = Plan {
             id,
             next_begin,
-            apply_time: if applies_later {
-                ApplyTime::AfterAnswer
-            } else {
-                ApplyTime::BeforeAnswer
-            },
+            apply_time,
+            // Known at the decision.
             path_after: Vec::new(),
         };
         Ok(match transaction {
@@ -230,8 +235,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         Ok(Step::Apply { commit, plan })
     }
 
-    /// Applies a decided commit to the backing, or schedules that and ends the request, as `plan` says. Returns the
-    /// next step.
+    /// Applies a decided commit to the backing now, or arranges for it to be applied after the answer, as `plan` says.
+    /// Returns the next step.
     pub(super) fn apply_decided(
         &self,
         commit: Decided<'a, B>,
@@ -239,7 +244,9 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     ) -> Result<Step<'a, B>, TransactionError> {
         if plan.apply_time == ApplyTime::AfterAnswer {
             self.mount.apply_later();
-            return Ok(Step::Over(plan.into_answer(Vec::new())));
+            // The request does not wait for other hosts, so it reports none.
+            let not_applied_on = Vec::new();
+            return Ok(Step::Over(plan.into_answer(not_applied_on)));
         }
         // An earlier firnd prepared a recovered commit, so the kernel may have the old tree in its cache.
         if commit.is_recovered() {

@@ -19,12 +19,12 @@ use crate::error::{CommitError, StageError, TransactionError};
 use crate::transaction::handle::{QuiesceTarget, ScopeTransactions, TransactionHandle};
 
 impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
-    /// Completes an earlier restore of the directory at `path` that failed, if there is one. Then returns the next step
-    /// of the requested restore to commit `id`.
+    /// Returns the first step of a restore of the directory at `path` to commit `id`. If an earlier restore failed,
+    /// completes it before.
     ///
     /// `transactions` are those of the directory: a decided commit that is not applied to the backing yet, and an
     /// undecided transaction, which follows it. Either may be missing.
-    pub(super) fn finish_undo(
+    pub(super) fn first_restore_step(
         &self,
         path: Vec<u8>,
         transactions: ScopeTransactions<'a, B>,

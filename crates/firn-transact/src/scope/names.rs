@@ -1,8 +1,9 @@
 //! Scopes of names: transactions that cover some names in a directory and all below them, but not the directory itself.
+//! For example, one transaction covers `step-7.1` and `step-7.2` in `out/`, and another one covers `step-8.1`.
 //!
-//! One directory may have several scopes of names at a time. They share one change of the directory, in which each
-//! changed name has the serial number of its transaction ([`NameChange::serial`]). So look-ups and listings do not
-//! depend on the number of transactions.
+//! All transactions of names in one directory record their changed names in one list, [`Change::names`] of the
+//! directory. Each entry has the serial number of its transaction ([`NameChange::serial`]). So look-ups and listings
+//! do not depend on the number of transactions.
 //!
 //! Invariants
 //! * No name is in two scopes.
@@ -25,10 +26,12 @@ use super::Scope;
 use crate::object::{Change, Object, ObjectState};
 use crate::uses::Area;
 
-/// Number of the change of a directory that its scopes of names share. The change is in no transaction's list.
+/// Number of the change of a directory that its scopes of names share. No transaction has this change in its list of
+/// changed objects, where numbers begin at 1.
 const SHARED_CHANGE_NUMBER: u64 = 0;
 
-/// The names of a scope of names. Names may be added while the transaction is open.
+/// The names of a scope of names. Names may be added while the transaction is open: a snapshot that was taken before
+/// then remains as it was.
 #[derive(Default)]
 pub(crate) struct NameSet(Mutex<Arc<BTreeSet<OsString>>>);
 

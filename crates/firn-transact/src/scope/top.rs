@@ -54,7 +54,8 @@ pub(crate) struct TopNames {
 }
 
 impl TopNames {
-    /// Returns the reserved names: the one at the begin and the one after a recovered log, if programs see another one.
+    /// Returns the reserved names: the one at the begin and, for a recovered transaction, the one after its commit. The
+    /// name that programs see now is not one of them.
     pub(crate) fn reserved_names(&self) -> impl Iterator<Item = &OsString> {
         [&self.at_begin, &self.after]
             .into_iter()
@@ -92,12 +93,13 @@ impl<B: Backing> ScopeTop<B> {
         let at_begin = last_name(path);
         let recovered_change = recovered.and_then(|log| log.top.as_ref());
         let is_new = recovered_change.is_some_and(|change| change.is_new);
+        let existed_before = !is_new;
+        // Without `is_shadow`, programs see a new top of a recovered transaction only after the commit.
+        let is_visible = existed_before || is_shadow;
         let names = TopNames {
-            // A new top has no name before the transaction.
-            before: at_begin.clone().filter(|_| !is_new),
+            before: at_begin.clone().filter(|_| existed_before),
             at_begin,
-            // Without `is_shadow`, programs see a new top of a recovered transaction only after the commit.
-            now: name.filter(|_| !is_new || is_shadow),
+            now: name.filter(|_| is_visible),
             after: recovered_change.and_then(|change| last_name(&change.path_after)),
             // A new name is shown from memory if the backing does not have it. Of a recovered transaction programs see
             // the old tree, so no name is shown.

@@ -1,4 +1,4 @@
-//! Changes of names in a transaction in shadow mode, in which changes are made at once and an abort undoes them.
+//! Creation, removal and renames in shadow mode, in which the changes of a transaction are made at once.
 //!
 //! The *backing* is the directory below the mount. The old state of an object is saved there before its first change.
 //! An object that existed before the transaction is not removed: it moves to `kept/` in the transaction's directory.
@@ -15,8 +15,11 @@ use crate::scope::Scope;
 use crate::tree::NameChangeGuard;
 
 impl<B: Backing> Namespace<B> {
-    /// Returns the location that counts for a removed object of a transaction: its name in `kept/`, as if it were in
-    /// the scope's top. Returns `None` for any other object.
+    /// Returns the location in memory of an object that a transaction removed and keeps for an abort; `None` for any
+    /// other object.
+    ///
+    /// The name is the one in `kept/`. The directory is the transaction's uppermost one and not `kept/`, so that the
+    /// object counts as part of the transaction.
     pub(crate) fn location_in_kept(&self, key: ObjectKey) -> Option<Location<B>> {
         let (serial, name) = {
             let links_by_object = self.tree.hidden_links.by_object.lock();
@@ -45,7 +48,7 @@ impl<B: Backing> Namespace<B> {
             .save_object(scope, shadow, parent, NO_BYTES)?;
         let dir = parent.inode(&self.lower.base)?;
         if !shadow.is_new(object.key.ino) {
-            self.move_to_kept(scope, shadow, object, &dir, name)?;
+            self.keep_for_abort(scope, shadow, object, &dir, name)?;
         } else if object.kind == Kind::Dir {
             self.lower.base.rmdir(&dir, name)?;
             self.forget_if_nameless(shadow, object);
@@ -78,7 +81,9 @@ impl<B: Backing> Namespace<B> {
     /// Moves an object of the backing that existed before the transaction from `name` in `dir` to `kept/`, the
     /// directory of removed objects. Programs do not see it there; an abort restores it. `shadow` is the saved old
     /// state.
-    fn move_to_kept(
+    ///
+    /// The link is recorded before it exists, so that programs never see it in `st_nlink`.
+    fn keep_for_abort(
         &self,
         scope: &Scope<B>,
         shadow: &Shadow<B>,
@@ -93,7 +98,8 @@ impl<B: Backing> Namespace<B> {
                 .record_link_before_creation(scope, object, &shadow.kept, &kept_name);
         }
         match shadow.move_to_kept(&self.lower.base, dir, name, object.key.ino) {
-            // Unlike a removal, a move of a directory needs permission to write in that directory.
+            // Unlike a removal, a move of a directory needs permission to write in that directory. An abort restores
+            // its mode, which is saved first.
             Err(Errno::ACCESS) if object.kind == Kind::Dir => {
                 self.originals
                     .save_object(scope, shadow, object, NO_BYTES)?;
@@ -127,22 +133,23 @@ impl<B: Backing> Namespace<B> {
         for dir in [old.dir, new.dir] {
             self.originals.save_object(scope, shadow, dir, NO_BYTES)?;
         }
-        // Both flags of rename(2) that are supported, RENAME_EXCHANGE and RENAME_NOREPLACE, keep the target.
-        let replaces = flags.is_empty();
+        // With RENAME_EXCHANGE or RENAME_NOREPLACE, the only supported flags, the target is not lost.
+        let may_replace = flags.is_empty();
         // On XFS an exchange sets the time of each directory that it moves, so the old state of these directories is
         // saved.
-        if !replaces {
+        if !may_replace {
             let moved_objects = [Some(source), target].into_iter().flatten();
             for dir in moved_objects.filter(|object| object.kind == Kind::Dir) {
                 self.originals.save_object(scope, shadow, dir, NO_BYTES)?;
             }
         }
-        let rename_in_backing = || self.rename_in_backing(names, old, new, flags);
-        let replaced = target.filter(|target| replaces && !Arc::ptr_eq(source, target));
+        let do_rename = || self.rename_in_backing(names, old, new, flags);
+        let replaced = target.filter(|target| may_replace && !Arc::ptr_eq(source, target));
         match replaced {
-            None => rename_in_backing(),
+            None => do_rename(),
+            // An abort does not need an object that the transaction made.
             Some(target) if shadow.is_new(target.key.ino) => {
-                rename_in_backing()?;
+                do_rename()?;
                 // Race: another thread may have removed the last other name meanwhile, and has forgotten the object.
                 if shadow.is_new(target.key.ino) {
                     self.forget_if_nameless(shadow, target);
@@ -150,19 +157,19 @@ impl<B: Backing> Namespace<B> {
                 Ok(())
             }
             Some(target) => {
-                self.replace_preexisting(scope, shadow, target, new, &rename_in_backing)?;
+                self.replace_preexisting(scope, shadow, target, new, &do_rename)?;
                 scope.check_names(&[]);
                 Ok(())
             }
         }
     }
 
-    /// Makes a rename that replaces `target`, an object that existed before the transaction. Keeps `target` in `kept/`,
-    /// the directory of removed objects, for an abort. `new` is the name of `target`, which the renamed object gets. If
-    /// `rename_in_backing` fails, `target` gets its name back.
+    /// Makes a rename that replaces `target`, an object that existed before the transaction, and keeps `target` in
+    /// `kept/` (the directory of removed objects) for an abort.
+    /// * A file gets a further link there, and the rename then replaces its old name.
+    /// * A directory cannot have a second link, so it is moved there first. A file is moved too if it cannot be linked.
     ///
-    /// A further link keeps a file while the rename replaces it. A directory cannot have a second link, so it is moved
-    /// to `kept/` first. A file is moved too if the file system has no links.
+    /// `new` is the name of `target`, which it has again if `rename_in_backing` fails.
     fn replace_preexisting(
         &self,
         scope: &Scope<B>,
@@ -176,17 +183,19 @@ impl<B: Backing> Namespace<B> {
         let kept_os_name = OsStr::new(&kept_name);
         let inode = target.inode(&self.lower.base)?;
         let linked = if target.kind == Kind::Dir {
-            Err(Errno::PERM)
+            None
         } else {
             self.link_counts
                 .record_link_before_creation(scope, target, &shadow.kept, &kept_name);
-            self.lower
-                .base
-                .link(&inode, &shadow.kept, kept_os_name)
-                .map(drop)
+            Some(
+                self.lower
+                    .base
+                    .link(&inode, &shadow.kept, kept_os_name)
+                    .map(drop),
+            )
         };
         match linked {
-            Ok(()) => {
+            Some(Ok(())) => {
                 if let Err(errno) = rename_in_backing() {
                     // If the link remains, the end of the transaction removes it.
                     let _ = self.lower.base.unlink(&shadow.kept, kept_os_name);
@@ -194,9 +203,9 @@ impl<B: Backing> Namespace<B> {
                 }
             }
             // An earlier removal of another name has kept the object already.
-            Err(Errno::EXIST) => rename_in_backing()?,
-            Err(_) => {
-                self.move_to_kept(scope, shadow, target, &dir, new.name)?;
+            Some(Err(Errno::EXIST)) => rename_in_backing()?,
+            None | Some(Err(_)) => {
+                self.keep_for_abort(scope, shadow, target, &dir, new.name)?;
                 if let Err(errno) = rename_in_backing() {
                     self.link_counts.record_links_uncertain(scope, target);
                     // If this fails too, the object stays in `kept/`, and an abort restores it.

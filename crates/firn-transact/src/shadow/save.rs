@@ -22,9 +22,10 @@ use super::{SAVED, SaveState, Shadow};
 use crate::change_log::{
     BytesSource, ChangeLog, DataChange, Entry, EntrySide, Identity, Link, StagedPath, WrittenRange,
 };
+use crate::claim::ExclusiveValue;
 use crate::copy::copy_with_holes;
 use crate::lower_backing::LowerBacking;
-use crate::object::Object;
+use crate::object::{Object, ObjectState};
 use crate::scope::Scope;
 use crate::staging;
 
@@ -46,28 +47,28 @@ impl<B: Backing> Originals<B> {
         }
     }
 
-    /// Prepares a change of an object, whose bytes from `from` on may change. `scope` is the transaction that has the
-    /// object.
+    /// Prepares a change of an object, which may change its bytes from `from_offset` on. `scope` is the transaction
+    /// that covers the object; `None` outside of transactions.
     ///
-    /// Returns the scope of a transaction in buffer mode, which must get the change. Returns `None` if the change goes
-    /// to the backing at once: outside of transactions, and in shadow mode after the old state was saved.
-    pub(crate) fn buffering_scope(
+    /// Returns the transaction if it is in buffer mode, which means that it must get the change. Returns `None` if the
+    /// change goes to the backing at once: outside of transactions, and in shadow mode after the old state was saved.
+    pub(crate) fn save_unless_buffering(
         &self,
         scope: Option<Arc<Scope<B>>>,
         object: &Arc<Object<B>>,
-        from: u64,
+        from_offset: u64,
     ) -> Result<Option<Arc<Scope<B>>>> {
         if let Some(scope) = &scope
             && let Some(shadow) = &scope.shadow
         {
-            self.save_object(scope, shadow, object, from)?;
+            self.save_object(scope, shadow, object, from_offset)?;
             return Ok(None);
         }
         Ok(scope)
     }
 
-    /// Saves the old state of an object of the backing durably, including its bytes from `from` on, unless they are
-    /// saved already. An abort of the transaction restores them.
+    /// Saves the old state of an object of the backing durably, including its bytes from `from_offset` on, unless they
+    /// are saved already. An abort of the transaction restores them.
     ///
     /// `shadow` has the state that is saved so far. Several hosts may save the same object; the first log counts. Fails
     /// with EXDEV if the object is on another device.
@@ -76,13 +77,11 @@ impl<B: Backing> Originals<B> {
         scope: &Scope<B>,
         shadow: &Shadow<B>,
         object: &Arc<Object<B>>,
-        from: u64,
+        from_offset: u64,
     ) -> Result<()> {
         let ino = object.key.ino;
         let known_state = || shadow.save_states.lock().get(&ino).copied();
-        let covers_change =
-            |state: Option<SaveState>| state.is_some_and(|state| state.covers(from));
-        if covers_change(known_state()) {
+        if known_state().is_some_and(|state| state.covers(from_offset)) {
             return Ok(());
         }
         if object.key.dev != shadow.dev {
@@ -95,26 +94,47 @@ impl<B: Backing> Originals<B> {
         if object.is_nameless() {
             return Ok(());
         }
-        let mut state = known_state();
-        while !covers_change(state) {
-            let saved_by_others = self.read_logs_of_others(shadow, ino, state)?;
-            if saved_by_others.is_some() {
-                // Another host has published these logs. They may not be durable yet.
-                self.lower.base.sync_dir(&shadow.saved)?;
-                state = saved_by_others;
-                continue;
-            }
-            let inode = claimed.base().ok_or(Errno::STALE)?;
-            let saved_here = self.save_next_log(scope, shadow, object, &inode, state, from)?;
-            // `None` means that another host published the log first. The next round reads that log.
-            state = saved_here.or(state);
-        }
-        let state = state.expect("the loop ends when the bytes are saved");
+        // Another thread may have saved the object before the state was acquired.
+        let known = known_state();
+        let state = self.save_from(scope, shadow, object, &claimed, known, from_offset)?;
         shadow.save_states.lock().insert(ino, state);
         if object.kind == Kind::Dir {
             shadow.saved_dirs.lock().insert(ino, Arc::clone(object));
         }
         Ok(())
+    }
+
+    /// Saves an object until its bytes from `from_offset` on are saved, here or by other hosts. Returns how much is
+    /// saved then; `known` says how much was known to be saved before.
+    fn save_from(
+        &self,
+        scope: &Scope<B>,
+        shadow: &Shadow<B>,
+        object: &Arc<Object<B>>,
+        claimed: &ExclusiveValue<'_, ObjectState<B>>,
+        known: Option<SaveState>,
+        from_offset: u64,
+    ) -> Result<SaveState> {
+        let mut saved = known;
+        loop {
+            if let Some(state) = saved
+                && state.covers(from_offset)
+            {
+                return Ok(state);
+            }
+            let saved_by_others = self.read_logs_of_others(shadow, object.key.ino, saved)?;
+            if saved_by_others.is_some() {
+                // The logs that were just read may not be durable yet.
+                self.lower.base.sync_dir(&shadow.saved)?;
+                saved = saved_by_others;
+                continue;
+            }
+            let inode = claimed.base().ok_or(Errno::STALE)?;
+            let saved_here =
+                self.save_next_log(scope, shadow, object, &inode, saved, from_offset)?;
+            // `None` means that another host published the log first. The next round reads that log.
+            saved = saved_here.or(saved);
+        }
     }
 
     /// Finds out how much of an object's old state other hosts of the transaction have saved, or an earlier firnd
@@ -134,7 +154,7 @@ impl<B: Backing> Originals<B> {
                 saved_from,
                 log_count,
             }) => (size, saved_from, log_count),
-            // Nothing is known, so the logs are read from the first one on.
+            // Nothing is known, so the logs are read from log 0 on, which sets size and offset.
             _ => (0, 0, 0),
         };
         let mut log_count = known_count;
@@ -149,10 +169,11 @@ impl<B: Backing> Originals<B> {
                     continue;
                 };
                 size = data.size;
-                // Log 0 saves no bytes of the file, unless it has a range.
+                // Log 0 may have no range: then no bytes of the file are saved, only its size.
                 if log_count == 0 {
                     saved_from = size;
                 }
+                // A log has one range at most: the bytes before those that earlier logs saved.
                 if let Some(range) = data.written.first() {
                     saved_from = range.start;
                 }
@@ -169,8 +190,8 @@ impl<B: Backing> Originals<B> {
         }))
     }
 
-    /// Saves the bytes of an object from `from` on, which `known` does not have, and publishes the next log of the
-    /// object. Returns the new state, or `None` if another host has published that log first.
+    /// Saves the bytes of an object from `from_offset` on, which `known` does not have, and publishes the next log of
+    /// the object. Returns the new state, or `None` if another host has published that log first.
     fn save_next_log(
         &self,
         scope: &Scope<B>,
@@ -178,7 +199,7 @@ impl<B: Backing> Originals<B> {
         object: &Arc<Object<B>>,
         inode: &B::Inode,
         known: Option<SaveState>,
-        from: u64,
+        from_offset: u64,
     ) -> Result<Option<SaveState>> {
         // `saved_from` is the lowest offset whose bytes are saved. At first no bytes of a file are saved, so it is the
         // size.
@@ -195,8 +216,8 @@ impl<B: Backing> Originals<B> {
         };
         let mut copy = None;
         if object.kind == Kind::File {
-            if from < saved_from {
-                let start = first_offset_to_save(from, log_count);
+            if from_offset < saved_from {
+                let start = first_offset_to_save(from_offset, log_count);
                 let name = self.copy_bytes(shadow, inode, start..saved_from)?;
                 copy = Some(CopiedBytes { start, name });
             }
@@ -257,8 +278,8 @@ impl<B: Backing> Originals<B> {
         let is_backing_top = dir.parent().is_none();
         let mut names = Vec::new();
         for (name, ino, _) in staging::list(&self.lower.base, inode)? {
-            let is_firn_dir = is_backing_top && name == staging::FIRN_DIR.as_bytes();
-            if !is_firn_dir {
+            let is_private_dir = is_backing_top && name == staging::FIRN_DIR.as_bytes();
+            if !is_private_dir {
                 names.push((name, ino));
             }
         }
@@ -300,7 +321,7 @@ impl<B: Backing> Originals<B> {
             let number = shadow.last_file_number.fetch_add(1, Ordering::Relaxed) + 1;
             let name = format!("{prefix}-{number}");
             let created = self.lower.base.create(
-                &staging::firnd_caller(),
+                &staging::daemon_caller(),
                 &shadow.saved,
                 OsStr::new(&name),
                 0o600,

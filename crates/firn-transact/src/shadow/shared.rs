@@ -16,8 +16,8 @@
 //!   each host leaves.
 //! * After a commit each host leaves when it has applied its part.
 //!
-//! Invariant, in addition to those of a ballot: changes are undone only by the host that claimed `undo`, or by a host
-//! that replaces that host and has locked its directory.
+//! Invariant, in addition to those of a ballot: changes are undone only by the host that claimed the unit `undo`. If
+//! that host fails, another host may continue for it after it has locked the directory of the failed host.
 
 use std::ffi::OsStr;
 use std::sync::Arc;
@@ -36,13 +36,18 @@ use crate::staging;
 use crate::transactional::TransactionalBacking;
 use crate::vote::{JointDecision, Proposal, scoped_name};
 
+/// Name of the directory of a shared transaction. For a transaction that does not cover the whole backing, `-` and a
+/// string for the path of its scope follow ([`scoped_name`]).
 const DIR: &str = "shadow";
+/// Name of the file with the path of the scope.
 const SCOPE: &str = "scope";
+/// Content of the file by which a host joins. Only its name says something.
+const JOINED_CONTENT: &[u8] = b"";
 /// Name of the unit of work that undoes an aborted transaction.
 const UNDO: &str = "undo";
 
-/// The protocol of the end. After a commit the hosts share no work. After an abort all hosts stop, and one host undoes
-/// the changes.
+/// What the hosts do after the decision. After a commit they share no work. After an abort all hosts stop, and then one
+/// host undoes the changes of all: the plan has one stage with one unit of work.
 pub(crate) struct ShadowEnd;
 
 impl Protocol for ShadowEnd {
@@ -53,9 +58,11 @@ impl Protocol for ShadowEnd {
         if outcome.commit {
             return Plan::default();
         }
+        // One unit of work, which one host does.
+        let undo = Unit::Part(UNDO.to_owned());
         Plan {
             stops_first: true,
-            stages: vec![vec![Unit::Part(UNDO.to_owned())]],
+            stages: vec![vec![undo]],
         }
     }
 }
@@ -137,15 +144,6 @@ fn is_gone(error: &StoreError) -> bool {
 /// Returns whether one of two scopes contains the other.
 fn do_scopes_overlap(first: &[u8], second: &[u8]) -> bool {
     is_below(first, second) || is_below(second, first)
-}
-
-/// The outcome of a shared transaction, as a recovery of this host finds it.
-enum SharedOutcome {
-    /// The shared directory is gone, so the transaction was undone.
-    Undone,
-    Undecided,
-    Committed,
-    Aborted,
 }
 
 /// The shadow transactions that this host shares with others.
@@ -238,11 +236,11 @@ impl<B: Backing> SharedTransactions<B> {
             return Err(self.not_over_error(&shared)?);
         }
         shared.ballot.dir().put_once(SCOPE, scope)?;
-        for name in [SAVED, KEPT] {
-            staging::make_dir(&self.lower.base, shared.dir(), name)?;
+        for subdir in [SAVED, KEPT] {
+            staging::make_dir(&self.lower.base, shared.dir(), subdir)?;
         }
         // The ballot, by which the hosts decide the outcome, lists the hosts that take part.
-        if shared.ballot.join(b"")? == Joined::Over {
+        if shared.ballot.join(JOINED_CONTENT)? == Joined::Over {
             return Err(self.not_over_error(&shared)?);
         }
         self.check_join(members, &shared, scope)
@@ -274,18 +272,9 @@ impl<B: Backing> SharedTransactions<B> {
             if other.name() == shared.name() {
                 continue;
             }
-            let other_scope = match staging::load_scope(&self.lower.base, other.dir(), SCOPE) {
-                Ok(Some(path)) => path,
-                Ok(None) => continue,
-                // The hosts of the other transaction have removed its directory meanwhile.
-                Err(error) if is_gone(&error) => continue,
-                Err(error) => return Err(error.into()),
+            let Some(other_scope) = self.scope_if_joined(&other)? else {
+                continue;
             };
-            match other.joined_hosts() {
-                Ok(joined) if !joined.is_empty() => {}
-                Ok(_) | Err(Errno::NOENT | Errno::STALE) => continue,
-                Err(errno) => return Err(errno.into()),
-            }
             if do_scopes_overlap(&other_scope, scope) {
                 return Err(BeginError::Overlaps {
                     scope: other_scope.as_slice().into(),
@@ -293,6 +282,22 @@ impl<B: Backing> SharedTransactions<B> {
             }
         }
         Ok(())
+    }
+
+    /// Returns the path of the directory that another shared transaction covers. Returns `None` if no host has joined
+    /// it, or if its hosts have removed its directory meanwhile.
+    fn scope_if_joined(&self, other: &SharedDir<'_, B>) -> Result<Option<Vec<u8>>, BeginError> {
+        let scope = match staging::load_scope(&self.lower.base, other.dir(), SCOPE) {
+            Ok(Some(path)) => path,
+            Ok(None) => return Ok(None),
+            Err(error) if is_gone(&error) => return Ok(None),
+            Err(error) => return Err(error.into()),
+        };
+        match other.joined_hosts() {
+            Ok(joined) if !joined.is_empty() => Ok(Some(scope)),
+            Ok(_) | Err(Errno::NOENT | Errno::STALE) => Ok(None),
+            Err(errno) => Err(errno.into()),
+        }
     }
 
     /// Withdraws from the shared transaction of a scope after a failed begin, in which this host has changed nothing.
@@ -347,7 +352,8 @@ impl<B: Backing> SharedTransactions<B> {
         }
     }
 
-    /// After a crash, leaves the transactions of several hosts in which this host has nothing left to do.
+    /// After a crash, leaves the transactions of several hosts of which this host has no part any more, so that the
+    /// other hosts do not wait for it. Also completes interrupted removals of such transactions' directories.
     ///
     /// `waiting` has number and path of each transaction that this host still has. The caller has recovered all of this
     /// host's transactions.
@@ -362,12 +368,14 @@ impl<B: Backing> SharedTransactions<B> {
             if is_waiting {
                 continue;
             }
-            // The ballot, by which the hosts decide the outcome, must not wait for this host any more.
+            // The firnd of this host was killed after it joined the ballot and before its transaction began, so it
+            // changed nothing.
             match (shared.ballot.is_taking_part()?, shared.decision()?) {
+                // The hosts have not decided, so they can go on as if this host had never joined.
                 (true, None) => shared.ballot.withdraw()?,
-                // The firnd of this host was killed after it joined and before its transaction began, so it changed
-                // nothing.
+                // The hosts have decided, and this host has nothing to carry out.
                 (true, Some(_)) => shared.ballot.leave_unchanged()?,
+                // This host has left already.
                 (false, _) => shared.ballot.remove_if_over()?,
             }
         }
@@ -422,35 +430,28 @@ impl<B: Backing> Recovery<B> {
         record: Option<ChangeLog>,
         scope: &[u8],
     ) -> Result<(), OpenError> {
-        let shared = self.shared.find_shared(scope)?;
-        let outcome = match &shared {
-            // The shared directory is gone, so the hosts have undone the transaction.
-            None => SharedOutcome::Undone,
-            Some(shared) => match (shared.decision()?, &record) {
-                (None, Some(_)) => SharedOutcome::Undecided,
-                (Some(decision), _) if decision.commit => SharedOutcome::Committed,
-                // The hosts have decided an abort, or this host was not prepared and so aborts for all hosts.
-                _ => SharedOutcome::Aborted,
-            },
-        };
-        match outcome {
-            SharedOutcome::Undecided => return Ok(()),
-            SharedOutcome::Committed => {
-                return match record {
-                    Some(record) => self.recover_committed_part(dir, &record, scope),
-                    // This host was killed while it reopened its part, but the hosts had agreed on the commit. All
-                    // changes are in the backing, so only the mark is removed.
-                    None => Ok(self.lower.base.unlink(dir, OsStr::new(staging::OPEN))?),
-                };
-            }
-            SharedOutcome::Undone => {}
-            SharedOutcome::Aborted => {
-                let shared = shared.as_ref().ok_or(Errno::IO)?;
-                // Another host may have decided the commit meanwhile.
-                if shared.decide(Proposal::Abort)?.commit {
-                    return self.recover_part(dir, record, scope);
+        // If the shared directory is gone, the hosts have undone the transaction, and only this host's part is left.
+        if let Some(shared) = self.shared.find_shared(scope)? {
+            let is_prepared = record.is_some();
+            match shared.decision()? {
+                // The part waits for the decision.
+                None if is_prepared => return Ok(()),
+                Some(decision) if decision.commit => {
+                    return match record {
+                        Some(record) => self.recover_committed_part(dir, &record, scope),
+                        // This host was killed while it reopened its part, but the hosts had agreed on the commit. All
+                        // changes are in the backing, so only the mark is removed.
+                        None => Ok(self.lower.base.unlink(dir, OsStr::new(staging::OPEN))?),
+                    };
                 }
-                self.undo_aborted_part(shared, record.as_ref(), scope)?;
+                // The hosts have decided an abort, or this host was not prepared and so aborts for all hosts.
+                None | Some(_) => {
+                    // Another host may have decided the commit meanwhile.
+                    if shared.decide(Proposal::Abort)?.commit {
+                        return self.recover_part(dir, record, scope);
+                    }
+                    self.undo_aborted_part(&shared, record.as_ref(), scope)?;
+                }
             }
         }
         // Without its change log, the part counts as open, and the recovery then removes it. The changes are undone
@@ -532,37 +533,51 @@ impl<B: Backing> TransactionalBacking<B> {
             Stage::Ended => return Err(StageError::NoTransaction.into()),
         };
         if let Some(shared) = self.shared.find_shared(&scope.path)? {
-            let decision = shared.decide(Proposal::Abort)?;
-            if decision.commit {
-                // An open transaction has no number.
-                let id = prepared_id.unwrap_or_default();
-                return Err(StageError::Decided { id }.into());
-            }
-            scope.refuse_changes_for_good();
-            shadow.begin_undo();
-            if decision.host != shared.ballot.dir().host() {
-                self.stopped_by
-                    .lock()
-                    .insert(scope.path.clone(), decision.host);
-            }
-            // Other hosts may wait for this host's list in a vote, so the vote is aborted too.
-            match prepared_id {
-                None => self.votes.withdraw_from_votes(&scope.path)?,
-                Some(id) => self.votes.decide_vote(id, &scope.path, Proposal::Abort)?,
-            }
-            // One host undoes the changes of all hosts, after all have stopped; it may be this one.
-            let mut is_undone_here = false;
-            shared.stop(|| {
-                is_undone_here = true;
-                self.shadow_undo.undo_shadow(scope, shadow)
-            })?;
-            if !is_undone_here {
-                self.shadow_undo.update_after_remote_undo(scope, shadow)?;
-            }
+            self.abort_for_all_hosts(&shared, scope, shadow, prepared_id)?;
         }
         self.lower.remove_records(&scope.dir)?;
+        // This part is over, so the other hosts need not wait for it. The last host removes the shared directory.
         if let Some(shared) = self.shared.find_shared(&scope.path)? {
             shared.ballot.leave()?;
+        }
+        Ok(())
+    }
+
+    /// Decides the abort of a shared transaction with the other hosts, stops them, and undoes the changes of all unless
+    /// another host does that. `prepared_id` is the number of this host's part if it is prepared.
+    fn abort_for_all_hosts(
+        &self,
+        shared: &SharedDir<'_, B>,
+        scope: &Arc<Scope<B>>,
+        shadow: &Shadow<B>,
+        prepared_id: Option<u64>,
+    ) -> Result<(), AbortError> {
+        let decision = shared.decide(Proposal::Abort)?;
+        if decision.commit {
+            // A commit needs all parts prepared. The number of an open part is not known, so 0 is reported.
+            let id = prepared_id.unwrap_or_default();
+            return Err(StageError::Decided { id }.into());
+        }
+        scope.refuse_changes_for_good();
+        shadow.begin_undo();
+        if decision.host != shared.ballot.dir().host() {
+            self.stopped_by
+                .lock()
+                .insert(scope.path.clone(), decision.host);
+        }
+        // A prepared part is voted on, and other hosts may wait for this host's list, so the vote is aborted too.
+        match prepared_id {
+            None => self.votes.withdraw_from_votes(&scope.path)?,
+            Some(id) => self.votes.decide_vote(id, &scope.path, Proposal::Abort)?,
+        }
+        // One host undoes the changes of all hosts, after all have stopped; it may be this one.
+        let mut is_undone_here = false;
+        shared.stop(|| {
+            is_undone_here = true;
+            self.shadow_undo.undo_shadow(scope, shadow)
+        })?;
+        if !is_undone_here {
+            self.shadow_undo.update_after_remote_undo(scope, shadow)?;
         }
         Ok(())
     }

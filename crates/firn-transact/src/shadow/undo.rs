@@ -18,7 +18,6 @@
 //! Guarantee: an undo can be repeated after a crash or an error, because each attempt makes the log anew from the
 //! present tree.
 
-use std::collections::btree_map::Entry as MapEntry;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -132,7 +131,8 @@ pub(crate) struct UndoPass<'a, B: Backing> {
 }
 
 impl<'a, B: Backing> UndoPass<'a, B> {
-    /// Reads the old state that a transaction in shadow mode (its changes are made at once) saved before its changes.
+    /// Starts an undo: reads the old state that a transaction in shadow mode (its changes are made at once) saved
+    /// before its changes. Nothing is changed before [`Self::run`].
     ///
     /// `shadow` has the directories with the saved state, and `root` is the directory that the transaction covers.
     /// `top_undo` says how to restore the name of `root`; `None` if the name did not change. `transaction_dir` names
@@ -147,9 +147,9 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         let mut saves = load_saved(base, shadow, transaction_dir)?;
         let root_ino = base.attr(&root)?.ino;
         // An object that did not exist before the transaction is removed, so its saved state is not needed.
-        let existed_before = preexisting_objects(&saves, root_ino);
-        saves.retain(|ino, _| existed_before.contains(ino));
-        // Objects with a saved name existed before the transaction, even if nothing else was saved of them.
+        let preexisting_saved = preexisting_objects(&saves, root_ino);
+        saves.retain(|ino, _| preexisting_saved.contains(ino));
+        // Any object with a saved name existed before the transaction, even if nothing else was saved of it.
         let mut preexisting: HashSet<u64> = saves
             .values()
             .flat_map(|save| save.names.values().copied())
@@ -214,8 +214,8 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         let is_backing_top = ino == self.backing_top_ino;
         let mut names = Vec::new();
         for (name, child, _) in staging::list(self.base, inode)? {
-            let is_firn_dir = is_backing_top && name == staging::FIRN_DIR.as_bytes();
-            if !is_firn_dir {
+            let is_private_dir = is_backing_top && name == staging::FIRN_DIR.as_bytes();
+            if !is_private_dir {
                 names.push((name, child));
             }
         }
@@ -275,6 +275,8 @@ impl<'a, B: Backing> UndoPass<'a, B> {
     ///
     /// * A directory on a saved path (`ancestor_dirs`) that was not found yet is added to the found ones.
     /// * A directory that the transaction made is queued in `dirs_to_search`, because old ones may be in it.
+    ///
+    /// `dir` becomes writable for its owner; the end of the undo restores its mode.
     fn search_dir(
         &mut self,
         dir: &FoundDir<B>,
@@ -285,7 +287,8 @@ impl<'a, B: Backing> UndoPass<'a, B> {
             let is_new = !self.preexisting.contains(&ino);
             let is_missing_ancestor =
                 self.ancestor_dirs.contains(&ino) && !self.found_dirs.contains_key(&ino);
-            if !is_new && !is_missing_ancestor {
+            let is_wanted = is_new || is_missing_ancestor;
+            if !is_wanted {
                 continue;
             }
             let found = staging::find(self.base, &dir.inode, OsStr::from_bytes(&name))?;
@@ -323,25 +326,34 @@ impl<'a, B: Backing> UndoPass<'a, B> {
     /// The caller adds the result to `found_dirs` and calls again, because more names can then be followed.
     fn find_dir_by_saved_name(&self) -> Result<Option<FoundDir<B>>> {
         for save in self.saves.values() {
-            let mut parent = Some(&self.root);
-            for (name, ino) in &save.path {
-                if let Some(inode) = self.found_dirs.get(ino) {
-                    parent = Some(inode);
-                    continue;
-                }
-                // The last name of a path may lead to an object that is not a directory.
-                if !self.ancestor_dirs.contains(ino) {
-                    continue;
-                }
-                if let Some(parent) = parent
-                    && let Some((inode, _)) = self.find_at(parent, name, *ino)?
-                {
-                    return Ok(Some(FoundDir { ino: *ino, inode }));
-                }
-                // The directory is not under its saved name. Without it, the next name has no known parent, unless a
-                // directory further down this path was found elsewhere.
-                parent = None;
+            if let Some(dir) = self.find_dir_on_path(save)? {
+                return Ok(Some(dir));
             }
+        }
+        Ok(None)
+    }
+
+    /// Follows the saved path of an object, from the top of the scope. Returns the first directory on it that was not
+    /// found before and is still under its saved name; `None` if there is none.
+    fn find_dir_on_path(&self, save: &SavedObject) -> Result<Option<FoundDir<B>>> {
+        // The directory of the next name; `None` if it was not found.
+        let mut parent = Some(&self.root);
+        for (name, ino) in &save.path {
+            if let Some(inode) = self.found_dirs.get(ino) {
+                parent = Some(inode);
+                continue;
+            }
+            // The last name of a path may lead to an object that is not a directory.
+            if !self.ancestor_dirs.contains(ino) {
+                continue;
+            }
+            if let Some(parent) = parent
+                && let Some((inode, _)) = self.find_at(parent, name, *ino)?
+            {
+                return Ok(Some(FoundDir { ino: *ino, inode }));
+            }
+            // This directory is not under its saved name. A directory further down may have been found elsewhere.
+            parent = None;
         }
         Ok(None)
     }
@@ -362,7 +374,7 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         self.plan_top()?;
         self.plan_names()?;
         self.record_unchanged_names();
-        self.plan_kept()?;
+        self.scan_kept()?;
         self.collect_restored_names();
         let saved: Vec<u64> = self.saves.keys().copied().collect();
         for ino in saved {
@@ -383,8 +395,8 @@ impl<'a, B: Backing> UndoPass<'a, B> {
     /// Plans that the top, the directory that the transaction covers, gets its old name back. If the transaction
     /// created the top, plans its removal with all contents. Does nothing if the top kept its name (`top_undo`).
     ///
-    /// To plan is to add to an entry of the log, which is applied backward: the undo removes the names `after` and
-    /// restores the names `before`.
+    /// A plan is an entry of the log, which is applied backward: the undo removes the names in `entry.after`, and
+    /// restores the names in `entry.before`.
     fn plan_top(&mut self) -> Result<()> {
         let Some(top) = &self.top_undo else {
             return Ok(());
@@ -408,11 +420,11 @@ impl<'a, B: Backing> UndoPass<'a, B> {
             }
         }
         let ino = top.ino;
-        let is_new = top.before.is_none();
+        let was_created = top.before.is_none();
         // The application of the log needs the parent, which is above the scope and not found by a search.
         self.found_dirs.insert(parent_ino, top.parent.clone());
         self.entries.insert(ino, entry);
-        if is_new {
+        if was_created {
             self.result.removed.push(ino);
             let inode = self.root.clone();
             self.plan_removal_of_dir(FoundDir { ino, inode })?;
@@ -473,23 +485,20 @@ impl<'a, B: Backing> UndoPass<'a, B> {
                 continue;
             }
             for (name, child) in &save.names {
+                let needs_entry =
+                    self.saves.contains_key(child) || self.entries.contains_key(child);
+                if !needs_entry {
+                    continue;
+                }
+                let entry = self
+                    .entries
+                    .entry(*child)
+                    .or_insert_with(|| new_entry(*child));
                 let entry_name = EntryName::new(*dir, name.clone());
-                match self.entries.entry(*child) {
-                    // The undo changes the object. A name that it restores does not lead to the object yet.
-                    MapEntry::Occupied(mut occupied) => {
-                        let entry = occupied.get_mut();
-                        let is_restored = entry.before.contains(&entry_name);
-                        if !is_restored {
-                            entry.unchanged_name = Some(entry_name);
-                        }
-                    }
-                    MapEntry::Vacant(vacant) => {
-                        if self.saves.contains_key(child) {
-                            let mut entry = new_entry(*child);
-                            entry.unchanged_name = Some(entry_name);
-                            vacant.insert(entry);
-                        }
-                    }
+                // A name that the undo restores does not lead to the object yet.
+                let is_restored = entry.before.contains(&entry_name);
+                if !is_restored {
+                    entry.unchanged_name = Some(entry_name);
                 }
             }
         }
@@ -533,9 +542,9 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         Ok(())
     }
 
-    /// Plans the removal of new directories that an earlier attempt of the undo moved to `kept/`, the directory of
-    /// removed objects. Collects the inode numbers of all objects there.
-    fn plan_kept(&mut self) -> Result<()> {
+    /// Reads `kept/`, the directory of removed objects. Collects the inode numbers of all objects there in
+    /// `inos_in_kept`. Plans the removal of new directories, which an earlier attempt of the undo moved there.
+    fn scan_kept(&mut self) -> Result<()> {
         for (name, ino, kind) in staging::list(self.base, &self.shadow.kept)? {
             self.inos_in_kept.insert(ino);
             if self.preexisting.contains(&ino) || kind.is_some_and(|kind| kind != Kind::Dir) {
@@ -580,8 +589,8 @@ impl<'a, B: Backing> UndoPass<'a, B> {
     /// Adds to the change log that a saved object gets its old attributes and bytes back. `ino` is the inode number of
     /// an object in `self.saves`. The caller has planned the names of all objects.
     ///
-    /// The application of the log finds an object by a name: by one that the undo removes or restores, or else by an
-    /// unchanged one. If a file is not found by any, an error is logged and the undo continues.
+    /// The application of the log finds an object by a name. A file without any name that leads to it cannot be
+    /// restored; an error is then logged, and the undo continues.
     fn plan_contents(&mut self, ino: u64) -> Result<()> {
         let save = &self.saves[&ino];
         let is_dir = save.is_dir;
@@ -595,7 +604,10 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         if entry.unchanged_name.is_none() && !changes_names {
             entry.unchanged_name = saved_name;
         }
-        if is_dir || is_found || changes_names {
+        // The undo removes or restores a name of the object, so the application finds the object by that name.
+        let is_findable = is_found || changes_names;
+        // `find_dirs` has reported missing directories.
+        if is_dir || is_findable {
             return Ok(());
         }
         // Only the unchanged name is left to find the file by.
@@ -750,8 +762,8 @@ impl<B: Backing> ShadowUndo<B> {
         }
     }
 
-    /// Gives the backing the tree from before a transaction that made its changes there at once (shadow mode). Then
-    /// updates the objects in memory.
+    /// Restores in the backing the tree from before a transaction that made its changes there at once (shadow mode).
+    /// Then updates the objects in memory.
     ///
     /// `shadow` is the saved old state. The caller ensures that no program changes anything in the transaction
     /// meanwhile.
@@ -768,7 +780,12 @@ impl<B: Backing> ShadowUndo<B> {
             .lower
             .find_top_undo(&scope.dir, &transaction_dir, &shadow.kept)?;
         let result = UndoPass::new(&self.lower.base, shadow, root, top, &transaction_dir)?.run()?;
-        // The backing has the old tree now. The rest updates the objects in memory.
+        self.update_objects(scope, shadow, result);
+        Ok(())
+    }
+
+    /// Updates the objects in memory after an undo with this result, so that programs see the old tree.
+    fn update_objects(&self, scope: &Scope<B>, shadow: &Shadow<B>, result: UndoResult) {
         let saved_dirs = std::mem::take(&mut *shadow.saved_dirs.lock());
         let find_object = |ino: u64| self.tree.find_object(shadow.object_key(ino));
         // A name in `kept/` stays until the end of the transaction, and programs must not see it in `st_nlink`.
@@ -797,7 +814,6 @@ impl<B: Backing> ShadowUndo<B> {
             }
         }
         self.forget_new_objects(shadow);
-        Ok(())
     }
 
     /// Updates the objects in memory after another host has undone a transaction that several hosts shared.

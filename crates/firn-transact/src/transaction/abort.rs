@@ -47,34 +47,22 @@ impl<B: Backing> TransactionalBacking<B> {
         self.tree.check_all(scope);
         self.link_counts.mark_links_ending(scope);
         let stage = *scope.stage.lock();
-        // A transaction of names with a key is decided by a ballot of all hosts.
+        // First the abort is decided. A transaction of names with a key is decided by a ballot of all hosts.
         if let (Some(key), Stage::Open | Stage::Prepared(_)) = (&scope.key, stage) {
             let is_committed = self.names_ballots.settle_or_abort(key)?;
             if is_committed {
                 return Err(StageError::Decided { id: NO_ID }.into());
             }
         }
-        match &scope.shadow {
-            // This decides the abort with the other hosts.
-            Some(shadow) if shadow.is_shared() => self.abort_shared(scope, shadow, stage)?,
-            // In shadow mode the backing has the changes, so the saved old state is restored.
-            Some(shadow) => {
-                self.make_abort_certain(scope, stage)?;
-                scope.refuse_changes_for_good();
-                self.shadow_undo.undo_shadow(scope, shadow)?;
-                self.lower.remove_records(&scope.dir)?;
-            }
-            // The backing does not have the changes.
-            None => self.make_abort_certain(scope, stage)?,
-        }
-        // The tables in memory lose the changes, so programs see the old tree.
+        self.decide_and_undo(scope, stage)?;
+        // Then the tables in memory lose the changes, so programs see the old tree.
         scope.drop_names_in_root();
         self.drop_changes(scope);
         scope.move_top_back();
         self.link_counts.remove_links_of_dirs(scope);
         self.endings.end_transaction(scope);
         self.endings.clean_up(scope);
-        // Other hosts wait until this host has left the vote or ballot.
+        // Last, this host leaves the vote or ballot, for which other hosts wait.
         match (&scope.key, stage) {
             (Some(key), _) => self.names_ballots.leave(key)?,
             (None, Stage::Prepared(id)) => self.votes.leave_vote(id, &scope.path)?,
@@ -83,38 +71,50 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// Makes the abort of a transaction certain, for this host and for the hosts that vote with it on the commit. After
-    /// a crash from here on, a recovery restores the tree from before the transaction. Fails if the commit is decided
-    /// or the transaction has ended.
+    /// Decides the abort, unless a ballot has decided it. In shadow mode also undoes the changes, as the backing has
+    /// them.
+    fn decide_and_undo(&self, scope: &Arc<Scope<B>>, stage: Stage) -> Result<(), AbortError> {
+        match &scope.shadow {
+            Some(shadow) if shadow.is_shared() => self.abort_shared(scope, shadow, stage)?,
+            Some(shadow) => {
+                self.record_abort(scope, stage)?;
+                scope.refuse_changes_for_good();
+                self.shadow_undo.undo_shadow(scope, shadow)?;
+                self.lower.remove_records(&scope.dir)?;
+            }
+            None => self.record_abort(scope, stage)?,
+        }
+        Ok(())
+    }
+
+    /// Records the abort of a transaction durably, for this host and for the hosts that vote with it on the commit.
+    /// After a crash from here on, a recovery restores the tree from before the transaction. Fails if the commit is
+    /// decided or the transaction has ended.
     ///
     /// A transaction of names with a `key` has no vote; the caller has aborted its ballot.
-    fn make_abort_certain(&self, scope: &Scope<B>, stage: Stage) -> Result<(), AbortError> {
-        match stage {
-            Stage::Open => {
-                if scope.key.is_none() {
-                    self.votes.withdraw_from_votes(&scope.path)?;
-                }
-                // From now on the transaction cannot be committed from its backup.
-                self.backups.withdraw_for_abort(scope.serial)?;
-                // If the mark `open` remained, the next mount would drop data that programs write from now on. In
-                // shadow mode it remains until the changes are undone.
-                if scope.shadow.is_none() {
-                    self.lower.remove_records(&scope.dir)?;
-                }
-            }
-            Stage::Prepared(id) => {
-                if scope.key.is_none() {
-                    self.votes.decide_vote(id, &scope.path, Proposal::Abort)?;
-                }
-                self.backups.withdraw_for_abort(scope.serial)?;
-                match scope.shadow {
-                    // Without the record, the recovery after a crash undoes the transaction.
-                    Some(_) => self.lower.remove_prepared_record(&scope.dir)?,
-                    None => self.lower.remove_records(&scope.dir)?,
-                }
-            }
+    fn record_abort(&self, scope: &Scope<B>, stage: Stage) -> Result<(), AbortError> {
+        let prepared_id = match stage {
+            Stage::Open => None,
+            Stage::Prepared(id) => Some(id),
             Stage::Decided(id) => return Err(StageError::Decided { id }.into()),
             Stage::Ended => return Err(StageError::NoTransaction.into()),
+        };
+        if scope.key.is_none() {
+            match prepared_id {
+                None => self.votes.withdraw_from_votes(&scope.path)?,
+                Some(id) => self.votes.decide_vote(id, &scope.path, Proposal::Abort)?,
+            }
+        }
+        // From now on the transaction cannot be committed from its backup.
+        self.backups.withdraw_for_abort(scope.serial)?;
+        if scope.shadow.is_none() {
+            // With the mark `open` the next mount would take the transaction as open and drop data that programs write
+            // from now on.
+            self.lower.remove_records(&scope.dir)?;
+        } else if prepared_id.is_some() {
+            // In shadow mode the mark remains until the changes are undone. Without the other record, the recovery
+            // after a crash undoes them.
+            self.lower.remove_prepared_record(&scope.dir)?;
         }
         Ok(())
     }

@@ -43,7 +43,7 @@ use crate::shadow::shared::SharedTransactions;
 use crate::staging;
 use crate::transactional::TransactionalBacking;
 use crate::tree::{QuietGuard, Tree};
-use crate::unanswered::AppliedCommit;
+use crate::unanswered::VoteToLeave;
 use crate::vote::Votes;
 
 /// Decided commits, and the operations that apply them.
@@ -58,7 +58,7 @@ pub(crate) struct DecidedCommits<B: Backing> {
     pub(crate) names_ballots: Arc<NamesBallots<B>>,
     pub(crate) endings: Arc<Endings<B>>,
     /// Applied commits whose votes this host could not leave yet. Firnd tries again later.
-    pub(crate) votes_to_leave: Mutex<BTreeSet<AppliedCommit>>,
+    pub(crate) votes_to_leave: Mutex<BTreeSet<VoteToLeave>>,
     /// Keys of applied transactions of names whose ballots this host could not leave yet. Firnd tries again later.
     pub(crate) ballots_to_leave: Mutex<BTreeSet<Vec<u8>>>,
 }
@@ -103,7 +103,7 @@ impl<B: Backing> DecidedCommits<B> {
             let overlaps = root.is_below(&scope.root) || scope.root.is_below(root);
             if overlaps
                 && scope.decided_id().is_some()
-                && scope.application.next_scope().is_none()
+                && scope.apply_state.next_scope().is_none()
                 && !scope.can_be_followed(root)
             {
                 self.apply_commit(scope)?;
@@ -137,11 +137,11 @@ impl<B: Backing> DecidedCommits<B> {
 
     /// Ends the transaction that follows a commit. Returns whether there was one.
     pub(super) fn drop_next(&self, scope: &Scope<B>) -> Result<bool, Errno> {
-        let Some(next_scope) = scope.application.next_scope() else {
+        let Some(next_scope) = scope.apply_state.next_scope() else {
             return Ok(false);
         };
         self.lower.remove_records(&next_scope.dir)?;
-        scope.application.take_next_scope();
+        scope.apply_state.take_next_scope();
         next_scope.set_stage(Stage::Ended);
         // The following transaction has no changes yet, because they wait for the commit. They will be made after the
         // commit, outside of a transaction.
@@ -156,7 +156,7 @@ impl<B: Backing> DecidedCommits<B> {
     /// the commit stays decided, and the application can be repeated.
     pub(super) fn apply_commit(&self, scope: &Arc<Scope<B>>) -> Result<bool, StoreError> {
         // One thread at a time applies the commit.
-        let _applying = Claim::acquire_exclusive(&scope.application.applying);
+        let _applying = Claim::acquire_exclusive(&scope.apply_state.applying);
         let Some(id) = scope.decided_id() else {
             return Ok(false);
         };
@@ -170,7 +170,7 @@ impl<B: Backing> DecidedCommits<B> {
             Some(key) => Ok(self.leave_ballot(key)?),
             None => Ok(self.leave_applied(id, &scope.path)?),
         });
-        scope.application.record_result(&result);
+        scope.apply_state.record_result(&result);
         result.map(|()| true)
     }
 
@@ -186,7 +186,7 @@ impl<B: Backing> DecidedCommits<B> {
             .sync_transactions_dir()
             .map_err(StoreError::from)
             .and_then(|()| self.apply_and_end(&scope));
-        scope.application.record_result(&applied);
+        scope.apply_state.record_result(&applied);
         applied
     }
 
@@ -296,14 +296,14 @@ impl<B: Backing> DecidedCommits<B> {
         drop(changed);
         apply.run()?;
         self.endings
-            .finish_commit(&scope.dir, (&log, direction), scope.serial)
+            .finish_commit(&scope.dir, &log, direction, scope.serial)
     }
 
-    /// Drops what is recorded in memory of an applied commit (its tables), so that programs see the backing again. The
-    /// caller has quiesced names and data: no program uses them meanwhile.
+    /// Drops the changes in memory of an applied commit, so that programs see the backing again. The caller has
+    /// quiesced names and data: no program uses them meanwhile.
     ///
-    /// A new object gets its inode in the backing, its base, if the tables kept that inode. Any other new object is not
-    /// in use, and is looked up anew by its name.
+    /// If the inode of a new object was kept open during the application, the object uses it from now on. Any other new
+    /// object is not in use, and is looked up anew by its name.
     fn drop_applied_changes(&self, scope: &Arc<Scope<B>>) {
         scope.drop_names_in_root();
         let changed = std::mem::take(&mut *scope.changed.lock());
@@ -338,19 +338,19 @@ impl<B: Backing> DecidedCommits<B> {
     fn freeze_attributes(&self, scope: &Scope<B>) -> Result<(), Errno> {
         let changed: Vec<_> = scope.changed.lock().values().cloned().collect();
         for object in &changed {
-            let is_frozen = object
+            let needs_copy = object
                 .state
                 .acquire_shared()
                 .read()
                 .change
                 .as_ref()
-                // Without a change there is nothing to freeze.
-                .is_none_or(|change| change.frozen_attr.is_some());
-            if is_frozen {
+                .is_some_and(|change| change.frozen_attr.is_none());
+            if !needs_copy {
                 continue;
             }
             let attr = match self.objects.read_attr(object) {
                 Ok(attr) => Some(attr),
+                // The object has no inode any more, so programs cannot read its attributes either.
                 Err(Errno::STALE) => None,
                 Err(errno) => return Err(errno),
             };
@@ -365,18 +365,19 @@ impl<B: Backing> DecidedCommits<B> {
                 change.frozen_attr = attr;
             }
         }
-        // All directories have their inodes in the tables by now, so the destinations of other objects are known.
+        // Second pass: all directories have their inodes in the tables by now, so the destinations of other objects are
+        // known.
         for object in changed.iter().filter(|object| object.kind != Kind::Dir) {
             self.record_final_name(object)?;
         }
         Ok(())
     }
 
-    /// Records where the commit moves a new object, so that programs can read the object before and after the move. If
-    /// the object has several names, its inode is kept open instead.
+    /// Ensures that programs can read a new object while the commit moves it: records the name that it gets. If the
+    /// object has several names, its inode is kept open instead. Not all inodes can be kept open, because there may be
+    /// more new objects than a process may have descriptors.
     ///
-    /// Not all inodes can be kept open, because there may be more new objects than a process may have descriptors. Does
-    /// nothing if the object is not new or has lost its names, or if its place or inode is recorded already.
+    /// Does nothing if the object is not new or has lost its names, or if its name or inode is recorded already.
     fn record_final_name(&self, object: &Arc<Object<B>>) -> Result<(), Errno> {
         let final_dir = self.dir_with_name_of(object);
         let location = object.location.lock().clone();
@@ -387,7 +388,9 @@ impl<B: Backing> DecidedCommits<B> {
             let Some(change) = &mut state.change else {
                 return Ok(());
             };
-            if !is_new || change.link_delta <= 0 {
+            // The names of a new object are all added in the transaction.
+            let name_count = change.link_delta;
+            if !is_new || name_count <= 0 {
                 return Ok(());
             }
             let Some(staged_copy) = &mut change.staged_copy else {
@@ -396,16 +399,15 @@ impl<B: Backing> DecidedCommits<B> {
             if staged_copy.kept_inode.is_some() || staged_copy.final_name.is_some() {
                 return Ok(());
             }
-            let has_one_name = change.link_delta == 1;
             if let (Some(dir), Some((_, name))) = (final_dir, location)
-                && has_one_name
+                && name_count == 1
             {
                 staged_copy.final_name = Some((dir, name));
                 return Ok(());
             }
         }
-        let always = |_: &ObjectState<B>, _: &Change<B>| true;
-        self.keep_staged_inode_if(&claimed, always)
+        let in_any_case = |_: &ObjectState<B>, _: &Change<B>| true;
+        self.keep_staged_inode_if(&claimed, in_any_case)
     }
 
     /// Keeps the inode of an object's staged copy open, so that programs can read the object while the commit moves the

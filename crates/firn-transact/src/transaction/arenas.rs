@@ -8,9 +8,12 @@
 //! * A *drop note* names an arena and a scope: the pending data of the arena in the scope belongs to an aborted
 //!   transaction and must be dropped.
 //!
-//! Before an aborted transaction ends, the attached arena drops the transaction's pending data. If the transaction was
-//! begun with another arena, that arena may be attached only after all records of the transaction are removed. Its data
-//! must not count then, so a drop note is stored for it.
+//! Before an aborted transaction ends, the attached arena drops the transaction's pending data. An example with another
+//! arena:
+//! 1. Host A begins a transaction with arena 1 and crashes. Arena 1 still has written data.
+//! 2. The mount is started again with arena 2. It aborts the transaction and removes its records, but cannot reach
+//!    arena 1. So it stores a drop note for arena 1.
+//! 3. Later arena 1 is attached. It drops the data that the note says, and the note is removed.
 //!
 //! ```text
 //! tx-N/arena   id of the arena that was attached at the begin; written before `tx-N/open`
@@ -21,8 +24,8 @@
 //! * An arena drops only data that was written in transactions that were begun with this arena.
 //! * Before a transaction of another arena ends, its drop notes are durable.
 //!
-//! Relies on the drain of all pending data in a scope before a transaction begins there. All pending data in the scope
-//! therefore was written in the transaction, or waits for its outcome.
+//! Relies on the drain of all pending data in a scope before a transaction begins there. So pending data in the scope
+//! was either written in the transaction or is later data that waits for its outcome.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -45,7 +48,7 @@ use crate::vote::Votes;
 use firn_hosts::host_dir::list_hosts;
 use firn_hosts::{Expected, Members};
 
-/// Orders an arena to drop its pending data in a scope.
+/// Says that an arena must drop its pending data in a scope.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
 struct DropNote {
     arena: ArenaId,
@@ -255,10 +258,11 @@ impl<B: Backing> ArenaNotes<B> {
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Returns all owners of stored transactions other than this mount: each host that ever mounted the backing `base`,
-    /// and `None`, which stands for a mount of one host. `members` is this host; `None` if it mounts alone.
+    /// Returns all owners of stored transactions other than this mount. These are the hosts that ever mounted the
+    /// backing `base` together, each as `Some`. A mount of one host without others is `None`, and so is `members` if
+    /// this mount is one.
     ///
-    /// An owner may have data in the arena (memory with data that is not in the backing yet) of this host. The caller
+    /// The arena of this mount (memory with data that is not in the backing yet) may have data of an owner. The caller
     /// must call [`TransactionalBacking::drop_of`] for each owner.
     pub fn other_staging_owners(
         base: &B,
@@ -271,7 +275,7 @@ impl<B: Backing> TransactionalBacking<B> {
         for host in list_hosts(base)? {
             owners.push(Some(Members {
                 host,
-                // The number of hosts is not used.
+                // For `drop_of` only the name of the host matters.
                 expected: Expected::Count(0),
             }));
         }
@@ -280,11 +284,11 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(owners)
     }
 
-    /// Drops the data of another host's transactions that is only in an arena (memory with data that is not in the
-    /// backing yet), as [`TransactionalBacking::open_with`] does for those of this host.
+    /// Drops from the memory of this mount (its arena) the data of another host's transactions that an abort would
+    /// lose. [`TransactionalBacking::open_with`] does this for the transactions of this host.
     ///
-    /// `drop_pending` is called with the paths below which data must be dropped, unless there are none. The
-    /// transactions remain stored, for a mount of that host.
+    /// `members` says which host it is. `drop_pending` is called with the paths below which data must be dropped,
+    /// unless there are none. The transactions remain stored, for a mount of that host.
     pub fn drop_of<E: From<StoreError>>(
         base: B,
         members: Option<Members>,

@@ -61,8 +61,8 @@ impl<B: Backing> StoredScopes<B> {
         Scope::new(&self.lower.base, serial, root, path, dir, recovered, shadow)
     }
 
-    /// Makes the state in memory of a transaction that undoes a commit of the directory `root`. It counts as decided.
-    /// `record` is the change log of the commit, which is applied backward. `dir` is the transaction's directory.
+    /// Returns a [`Scope`] for a decided transaction that undoes a commit of the directory `root`. `record` is the
+    /// change log of the commit, which is applied backward. `dir` is the transaction's directory.
     pub(crate) fn undoing_scope(
         &self,
         serial: u64,
@@ -80,8 +80,8 @@ impl<B: Backing> StoredScopes<B> {
         Ok(scope)
     }
 
-    /// Makes a new transaction count: syncs its mark `open`, by which a recovery finds it after a crash. If it creates
-    /// its own directory and makes changes at once (shadow mode), also moves that directory to its name.
+    /// Makes a new transaction durable: syncs its mark `open`, by which a recovery finds it after a crash. If it
+    /// creates its own directory in shadow mode (its changes are made at once), also moves that directory to its name.
     ///
     /// If that fails, the mark is removed and the error is returned. If the removal fails too, the transaction is open
     /// in spite of the error, and the error is a part of the result.
@@ -91,15 +91,16 @@ impl<B: Backing> StoredScopes<B> {
             .base
             .sync_dir(&scope.dir)
             .and_then(|()| self.place_new_top(&scope));
-        let Err(errno) = marked else {
-            return Ok(OpenedScope { scope, error: None });
-        };
-        if self.lower.remove_records(&scope.dir).is_err() {
+        if let Err(errno) = marked {
+            let is_unmarked = self.lower.remove_records(&scope.dir).is_ok();
+            if is_unmarked {
+                self.shared.withdraw_from_hosts(&scope.path);
+                return Err(errno.into());
+            }
             let error = Some(errno.into());
             return Ok(OpenedScope { scope, error });
         }
-        self.shared.withdraw_from_hosts(&scope.path);
-        Err(errno.into())
+        Ok(OpenedScope { scope, error: None })
     }
 }
 
@@ -139,6 +140,8 @@ impl<B: Backing> TransactionalBacking<B> {
     ///
     /// `followed_commit` is the decided commit of the same directory that is not applied to the backing yet; `None` if
     /// there is none. The caller ensures that no program changes names or data there meanwhile.
+    ///
+    /// After an error the transaction is removed, or else is open and can be aborted ([`OpenedScope::error`]).
     pub(super) fn open_scope(
         &self,
         path: &[u8],
@@ -203,8 +206,9 @@ impl<B: Backing> TransactionalBacking<B> {
         self.shared.join_hosts(new.dir, path)
     }
 
-    /// Makes the state in memory of a transaction of the existing directory `root`, and stores its mark `open`, which
-    /// is not synced yet. After a crash, a transaction with this mark and without a stored log of changes is undone.
+    /// Returns a [`Scope`] for a new transaction in the existing directory `root` at `path`, and stores its mark
+    /// `open`: after a crash, a transaction with this mark and without a stored log of changes is undone. The caller
+    /// syncs the mark.
     fn make_scope(
         &self,
         new: &NewTransaction<'_, B>,
@@ -229,8 +233,8 @@ impl<B: Backing> TransactionalBacking<B> {
             NOT_RECOVERED,
         )?;
         // After an abort, this note says which arena (memory with data that is not in the backing yet) must drop data.
-        // The mark `open` comes last: a crash before it leaves no transaction.
         self.arena_notes.record_arena(new.dir)?;
+        // The mark comes last: a crash before it leaves no transaction.
         staging::replace_file_unsynced(&self.lower.base, new.dir, staging::OPEN, path)?;
         Ok(scope)
     }
@@ -240,8 +244,10 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Begins a transaction of some names in the directory `dir` at `path`, and of all below these names.
     ///
     /// The names need not exist. Transactions of other names may be open in the same directory. Several hosts identify
-    /// the transaction by `key`; a mount of one host ignores it. Fails in shadow mode, if a name is in another
-    /// transaction, or if other hosts have not ended an earlier transaction with this key.
+    /// the transaction by `key`; a mount of one host ignores it.
+    ///
+    /// Fails in each of these cases: the mount is in shadow mode (`NotAmongHosts`); a name is in another transaction;
+    /// other hosts have not ended an earlier transaction with this key (`NotOver`).
     pub fn begin_names(
         &self,
         dir: &Arc<Object<B>>,
@@ -258,7 +264,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if self.lower.members.is_none() {
             return self.open_names(dir, path, names, None);
         }
-        // By a ballot the hosts commit these names together. It must know this host before its first change.
+        // The hosts commit these names together by a ballot, which this host must join before its first change.
         if let NamesEntry::NotYet(hosts) = self.names_ballots.join(key)? {
             return Err(BeginError::NotOver { hosts });
         }
@@ -266,9 +272,11 @@ impl<B: Backing> TransactionalBacking<B> {
             .inspect_err(|_| self.names_ballots.withdraw(key))
     }
 
-    /// Begins a transaction that covers some names in the directory `dir` at `path`, and all below them. `key`
-    /// identifies it among several hosts, which this host has joined; `None` on a mount of one host. Fails if a name is
-    /// in another transaction.
+    /// Begins a transaction that covers some names in the directory `dir` at `path`, and all below them. Fails if a
+    /// name is in another transaction.
+    ///
+    /// `key` identifies its ballot, which this host has joined; `None` on a mount of one host. The path of the first
+    /// name identifies the transaction in this mount: no other transaction can cover it.
     fn open_names(
         &self,
         dir: &Arc<Object<B>>,
@@ -326,10 +334,11 @@ impl<B: Backing> TransactionalBacking<B> {
         }
     }
 
-    /// Adds names to an open transaction that covers some names in a directory; see [`Open::add_names`].
+    /// Adds names to an open transaction that covers some names in a directory; see [`Open::add_names`]. Each name is
+    /// durable in `tx-N/names` before it belongs to the transaction.
     ///
-    /// Each name is durable in `tx-N/names` before it belongs to the transaction. Fails if a name is in another
-    /// transaction, or if this one is not open.
+    /// Fails with `Overlaps` if a name is in another transaction, or if this one is prepared or over. Fails with
+    /// `NotDirectory` if this one covers a whole directory.
     pub(super) fn add_names_to(
         &self,
         scope: &Arc<Scope<B>>,

@@ -257,7 +257,7 @@ impl<B: Backing> Decided<'_, B> {
 
     /// Returns the error of the last attempt to apply the commit; `None` if it succeeded or there was none.
     pub fn last_error(&self) -> Option<String> {
-        self.scope_ref.scope.application.last_error()
+        self.scope_ref.scope.apply_state.last_error()
     }
 }
 
@@ -542,7 +542,7 @@ impl<B: Backing> TransactionalBacking<B> {
     pub fn transaction_at(&self, root: &Arc<Object<B>>) -> Option<TransactionHandle<'_, B>> {
         self.find_transaction(|| {
             let first = self.scopes.with_root(root)?;
-            let next_scope = first.application.next_scope();
+            let next_scope = first.apply_state.next_scope();
             Some(next_scope.unwrap_or(first))
         })
     }

@@ -57,25 +57,30 @@ impl<B: Backing> TransactionalBacking<B> {
             Stage::Ended => return Err(StageError::NoTransaction.into()),
         }
         self.write_record(scope, id)?;
-        // This rename prepares the transaction. Without it, the backup must not count.
+        // This rename prepares the transaction. If it fails, the backup of the transaction is withdrawn, so that the
+        // transaction cannot be committed from there.
         self.lower
             .place_record(scope, staging::RECORD)
             .inspect_err(|_| self.backups.withdraw_backup(scope))?;
         if let Err(errno) = self.lower.base.sync_dir(&scope.dir) {
-            // The prepare has failed, so the record is removed. If it cannot be removed, a later firnd could decide it,
-            // so the transaction must count as prepared.
-            let removed = self
-                .lower
-                .base
-                .unlink(&scope.dir, OsStr::new(staging::RECORD));
-            match removed {
-                Ok(()) => self.backups.withdraw_backup(scope),
-                Err(_) => scope.set_stage(Stage::Prepared(id)),
-            }
+            self.withdraw_failed_prepare(scope, id);
             return Err(errno.into());
         }
         scope.set_stage(Stage::Prepared(id));
         Ok(())
+    }
+
+    /// Removes the record of a transaction after a failed prepare under the number `id`, so that it remains open. If
+    /// the record cannot be removed, a later firnd could decide it, so the transaction then counts as prepared.
+    fn withdraw_failed_prepare(&self, scope: &Arc<Scope<B>>, id: u64) {
+        let removed = self
+            .lower
+            .base
+            .unlink(&scope.dir, OsStr::new(staging::RECORD));
+        match removed {
+            Ok(()) => self.backups.withdraw_backup(scope),
+            Err(_) => scope.set_stage(Stage::Prepared(id)),
+        }
     }
 
     /// Publishes what a prepared transaction of names in a directory changed, for attempt `attempt` of the hosts to
@@ -121,7 +126,7 @@ impl<B: Backing> TransactionalBacking<B> {
     ///
     /// The record takes effect when [`LowerBacking::place_record`] renames it.
     pub(crate) fn write_record(&self, scope: &Scope<B>, id: u64) -> Result<(), BackupError> {
-        let mut record = self.differences.make_record(scope, id)?;
+        let mut record = self.differences.build_change_log(scope, id)?;
         self.history.stage_undo_sides(scope, &mut record)?;
         // A firnd that took the mount over does not know which changes its predecessor had not synced.
         let synced = if scope.is_revived {

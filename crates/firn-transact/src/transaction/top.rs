@@ -1,9 +1,9 @@
 //! Creation and renames of the directory that a transaction covers.
 //!
-//! What a transaction covers is its *scope*; the uppermost directory is its *top*. The name of the top is an entry of
-//! its parent, which the transaction does not cover. A transaction may create its top
-//! ([`TransactionalBacking::begin_created`]), and programs may rename the top in its parent while the transaction is
-//! open.
+//! What a transaction covers is its *scope*; the uppermost directory is its *top*. For example, a transaction covers
+//! `runs/7` and all below it: `runs/7` is the top. Its name `7` is an entry of the parent `runs`, which the transaction
+//! does not cover. A transaction may create its top ([`TransactionalBacking::begin_created`]), and programs may rename
+//! the top in its parent while the transaction is open.
 //!
 //! * In buffer mode the backing (the directory below the mount) has neither the new top nor the new name before the
 //!   commit. [`crate::top_overlay`] shows the name to programs, and the change log has it as an entry of the parent.
@@ -27,10 +27,10 @@ use crate::change_log::{ChangeLog, Entry, EntryName, Identity, StagedPath};
 use crate::error::{BeginError, ScopeError, StoreError};
 use crate::lower_backing::LowerBacking;
 use crate::namespace::{NameAt, Namespace};
-use crate::object::{Change, Object, ObjectKey, ObjectState, StagedCopy};
+use crate::object::{Change, Object, ObjectKey, ObjectState};
 use crate::paths::{join, last_name, names_in, parent_of};
 use crate::recovery::StoredScopes;
-use crate::scope::{Scope, ScopeTop, Stage};
+use crate::scope::{Scope, ScopeTop, Stage, TopNames};
 use crate::staging;
 use crate::top_overlay::TopName;
 use crate::transaction::apply_commit::DecidedCommits;
@@ -121,18 +121,17 @@ impl<B: Backing> LowerBacking<B> {
     /// more name that the transaction covers. Does nothing if the file already has the name.
     pub(super) fn record_name(&self, scope: &Scope<B>, name: &OsStr) -> Result<(), Errno> {
         let dir_name = format!("tx-{}", scope.serial);
+        // The caller makes a rename or a similar call, which can only report an errno.
         let log = self
             .load_record(&scope.dir, &dir_name, staging::NAMES)
             .map_err(|_| Errno::IO)?;
-        // The file is a change log with one entry. The names that were added so far are the names `after` of the entry.
-        let mut names: Vec<OsString> = match log.iter().flat_map(|log| &log.entries).next() {
-            Some(entry) => entry
-                .after
-                .iter()
-                .map(|entry_name| OsString::from_vec(entry_name.name.clone()))
-                .collect(),
-            None => Vec::new(),
-        };
+        // The file is a change log with one entry. Its names `after` are the names that were added so far.
+        let entry = log.as_ref().and_then(|log| log.entries.first());
+        let mut names: Vec<OsString> = entry
+            .into_iter()
+            .flat_map(|entry| &entry.after)
+            .map(|entry_name| OsString::from_vec(entry_name.name.clone()))
+            .collect();
         if names.iter().any(|recorded| recorded == name) {
             return Ok(());
         }
@@ -191,17 +190,17 @@ impl<B: Backing> LowerBacking<B> {
             .collect())
     }
 
-    /// Returns what an undo of the transaction stored in `dir` does to its top, the directory that it covers. Returns
-    /// `None` if the transaction neither created nor renamed the top.
+    /// Returns what an undo of the transaction stored in `transaction_dir` does to its top, the directory that it
+    /// covers. Returns `None` if the transaction neither created nor renamed the top.
     ///
-    /// The transaction is in shadow mode: its changes are made at once. `kept` is its directory of removed objects.
+    /// The transaction is in shadow mode: its changes are made at once. `kept_dir` is its directory of removed objects.
     pub(crate) fn find_top_undo(
         &self,
-        dir: &B::Inode,
+        transaction_dir: &B::Inode,
         dir_name: &str,
-        kept: &B::Inode,
+        kept_dir: &B::Inode,
     ) -> Result<Option<TopUndo<B>>, StoreError> {
-        let Some(log) = self.load_record(dir, dir_name, staging::NAMES)? else {
+        let Some(log) = self.load_record(transaction_dir, dir_name, staging::NAMES)? else {
             return Ok(None);
         };
         let Some(entry) = log.entries.first() else {
@@ -216,8 +215,10 @@ impl<B: Backing> LowerBacking<B> {
         // An interrupted undo may have moved the top to `kept/`, where it has its inode number as its name.
         let kept_name = ino.to_string().into_bytes();
         let names_in_parent = names.iter().chain(&before).map(|name| (&parent, name));
+        let places = names_in_parent.chain([(kept_dir, &kept_name)]);
+        // The first of these places that leads to the top counts.
         let mut root = None;
-        for (dir, name) in names_in_parent.chain([(kept, &kept_name)]) {
+        for (dir, name) in places {
             if let Some((inode, attr)) = staging::find(&self.base, dir, OsStr::from_bytes(name))?
                 && attr.ino == ino
             {
@@ -247,10 +248,11 @@ impl<B: Backing> LowerBacking<B> {
 impl<B: Backing> Namespace<B> {
     // ---- renaming the top --------------------------------------------------------------------
 
-    /// Renames the top of a transaction, the uppermost directory that it covers, in its parent. Returns the result.
+    /// Renames the top of a transaction, the uppermost directory that it covers, in its parent. Returns the result of
+    /// rename(2).
     ///
-    /// Returns `None` if `old` is not the name of a top or if the rename leads to another directory. The caller then
-    /// treats the call as an ordinary rename.
+    /// Returns `None` if this is no such rename, because `old` is not the name of a top or `new` is in another
+    /// directory. The caller then treats the call as an ordinary rename.
     pub(crate) fn rename_top(
         &self,
         old: NameAt<'_, B>,
@@ -261,10 +263,10 @@ impl<B: Backing> Namespace<B> {
         if self.scopes.is_empty() || !Arc::ptr_eq(parent, new.dir) {
             return None;
         }
-        let names = self.admission.share_names(parent);
+        let names_guard = self.admission.share_names(parent);
         let scope = self.scope_with_top(old)?;
         // The quiesce waits for all uses of these names, so this one ends first.
-        drop(names);
+        drop(names_guard);
         let _quiet = self.tree.quiesce(vec![
             Area::Tree(Arc::clone(&scope.root)),
             Area::Dir(Arc::clone(parent)),
@@ -293,36 +295,17 @@ impl<B: Backing> Namespace<B> {
         new_name: &OsStr,
         flags: RenameFlags,
     ) -> Result<(), Errno> {
-        let names = scope.top.names();
-        let supported_flags = RenameFlags::EXCHANGE | RenameFlags::NOREPLACE;
-        // The two flags exclude each other.
-        if flags == supported_flags || !supported_flags.contains(flags) {
-            return Err(Errno::INVAL);
-        }
-        if names.now.as_deref() == Some(new_name) {
-            return if flags.contains(RenameFlags::NOREPLACE) {
-                Err(Errno::EXIST)
-            } else {
-                Ok(())
-            };
-        }
-        // The name at the begin is reserved for the top, so nothing else has it.
-        let is_name_at_begin = names.at_begin.as_deref() == Some(new_name);
-        if !is_name_at_begin {
-            self.must_be_free_for_a_top(parent, new_name, flags)?;
-        } else if flags.contains(RenameFlags::EXCHANGE) {
-            return Err(Errno::NOENT);
-        }
-        // Several hosts identify the transaction by its path, and changes wait once it is prepared.
-        if self.lower.members.is_some() || !scope.is_open() || scope.stage() != Stage::Open {
-            return Err(Errno::BUSY);
+        let old_names = scope.top.names();
+        let changes_name = self.check_top_rename(scope, &old_names, parent, new_name, flags)?;
+        if !changes_name {
+            return Ok(());
         }
         // The name is stored first, so that a recovery finds the top under it.
         self.lower.record_name(scope, new_name)?;
         // In shadow mode the backing is changed at once; otherwise the commit renames the directory.
         if scope.shadow.is_some() {
             let parent_inode = parent.inode(&self.lower.base)?;
-            let old_name = names.now.as_deref().ok_or(Errno::STALE)?;
+            let old_name = old_names.now.as_deref().ok_or(Errno::STALE)?;
             self.lower
                 .rename_without_replacing((&parent_inode, old_name), (&parent_inode, new_name))?;
         }
@@ -335,6 +318,42 @@ impl<B: Backing> Namespace<B> {
         self.scopes.count_changed_tops();
         scope.check_names(&[&scope.root]);
         Ok(())
+    }
+
+    /// Checks a rename of the top of `scope` to `new_name` in `parent`, and fails with the errno of rename(2) if it is
+    /// not possible. `old_names` are the names of the top. Returns false if the top has the new name already.
+    fn check_top_rename(
+        &self,
+        scope: &Scope<B>,
+        old_names: &TopNames,
+        parent: &Arc<Object<B>>,
+        new_name: &OsStr,
+        flags: RenameFlags,
+    ) -> Result<bool, Errno> {
+        let supported_flags = RenameFlags::EXCHANGE | RenameFlags::NOREPLACE;
+        // The two flags exclude each other.
+        if flags == supported_flags || !supported_flags.contains(flags) {
+            return Err(Errno::INVAL);
+        }
+        if old_names.now.as_deref() == Some(new_name) {
+            return if flags.contains(RenameFlags::NOREPLACE) {
+                Err(Errno::EXIST)
+            } else {
+                Ok(false)
+            };
+        }
+        // The name at the begin remains free for the top. So it can be taken back, and there is nothing to exchange.
+        let is_name_at_begin = old_names.at_begin.as_deref() == Some(new_name);
+        if !is_name_at_begin {
+            self.must_be_free_for_a_top(parent, new_name, flags)?;
+        } else if flags.contains(RenameFlags::EXCHANGE) {
+            return Err(Errno::NOENT);
+        }
+        // Several hosts identify the transaction by its path, and changes wait once it is prepared.
+        if self.lower.members.is_some() || !scope.is_open() || scope.stage() != Stage::Open {
+            return Err(Errno::BUSY);
+        }
+        Ok(true)
     }
 
     /// Checks that a transaction's uppermost directory (its top) may take `name` in `parent`, and returns the errno of
@@ -384,11 +403,12 @@ impl<B: Backing> StoredScopes<B> {
         log: &ChangeLog,
     ) -> Result<Arc<Object<B>>, StoreError> {
         let top_change = log.top.as_ref();
-        // In shadow mode the backing has the name that the log gives.
+        // A changed name without an entry is one of shadow mode: the backing has it already.
         let path = match top_change {
             Some(top_change) if top_change.entry.is_none() => &top_change.path_after,
             _ => &log.scope,
         };
+        // A new top with an entry is one of buffer mode: it is staged, at the path in the entry.
         let new_top_number = match top_change {
             Some(top_change) if top_change.is_new => top_change.entry,
             _ => None,
@@ -561,8 +581,9 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// Makes the state in memory of a transaction that creates its own directory (the top). Creates the top in `tx-N`,
-    /// which has the transaction's files, and stores the mark `open` there, by which a recovery finds the transaction.
+    /// Returns a [`Scope`] for a transaction that creates its own directory (the top). Creates the top in `tx-N`, the
+    /// directory of the transaction's files, and stores the mark `open` there, by which a recovery finds the
+    /// transaction.
     fn make_scope_with_new_top(
         &self,
         new: &NewTransaction<'_, B>,
@@ -571,7 +592,8 @@ impl<B: Backing> TransactionalBacking<B> {
         let NewTop {
             parent, name, path, ..
         } = new_top;
-        // The scope needs a root before the top exists, so the parent serves as the root for now.
+        // The top is made in a staging directory of the scope, so the scope comes first. Until the top exists, the
+        // parent takes its place in `root`.
         let mut scope = self.stored_scopes.new_scope(
             new.serial,
             Arc::clone(parent),
@@ -590,7 +612,7 @@ impl<B: Backing> TransactionalBacking<B> {
             names.changed_at = Some(Time::now());
         }
         match &scope.shadow {
-            // In buffer mode the commit moves the directory to its name.
+            // In buffer mode the commit moves the directory to its name, as any new object.
             None => drop(scope.changed.lock().insert(number, Arc::clone(&root))),
             // In shadow mode it moves there now, so an undo must find its name.
             Some(shadow) => {
@@ -637,15 +659,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 change: None,
             }
         } else {
-            let staged_copy = StagedCopy {
-                staging_dir: staging_dir.inode,
-                path: StagedPath {
-                    dir: staging_dir.name,
-                    name: staged_name,
-                },
-                kept_inode: None,
-                final_name: None,
-            };
+            let staged_copy = staging_dir.into_copy(staged_name);
             ObjectState {
                 base: None,
                 change: Some(Box::new(Change {

@@ -244,9 +244,11 @@ impl<'a> ListBuilder<'a> {
         self.path_at_depth(number, 0)
     }
 
-    /// Returns a path of the object that has `number` in the change log; empty if it has none. `depth` is the number of
-    /// directories found below it so far. Other users may be able to change the stored log, so the search ends at
-    /// [`PATH_DEPTH_MAX`] in case directories form a circle.
+    /// Returns a path of the object that has `number` in the change log. The path is empty if the object has no name in
+    /// the log, or is the top of the backing.
+    ///
+    /// `depth` is the number of directories that this recursive search has passed on the way up. It ends at
+    /// [`PATH_DEPTH_MAX`], because other users may be able to change the stored log so that directories form a cycle.
     fn path_at_depth(&self, number: u64, depth: usize) -> Vec<u8> {
         if number == BACKING_TOP_NUMBER || depth >= PATH_DEPTH_MAX {
             return Vec::new();

@@ -1,12 +1,8 @@
-//! [`Application`]: the act of applying one decided commit to the backing, the directory below the mount. It is not a
-//! program.
+//! [`ApplyState`]: how far a decided commit is applied to the backing, the directory below the mount.
 //!
 //! A *decided* commit counts even after a crash. To *apply* it is to make its changes in the backing, which may happen
 //! later. Meanwhile programs may begin the next transaction in the same directory; its changes begin when the commit is
-//! applied. A *scope* is a transaction and the part of the tree that it covers.
-//!
-//! This state has the claim that lets one thread at a time apply the commit, the scope that follows, and the error of
-//! the last attempt.
+//! applied.
 
 use std::sync::Arc;
 
@@ -16,8 +12,8 @@ use firn_backing::lock::Mutex;
 use super::Scope;
 use crate::claim::Claim;
 
-/// State of applying one transaction's commit to the backing.
-pub(crate) struct Application<B: Backing> {
+/// State of the application of one transaction's commit to the backing.
+pub(crate) struct ApplyState<B: Backing> {
     /// The thread that applies the commit holds this claim exclusively.
     pub(crate) applying: Claim,
     /// The transaction that follows: its changes begin when this commit is applied.
@@ -26,7 +22,7 @@ pub(crate) struct Application<B: Backing> {
     last_error: Mutex<Option<String>>,
 }
 
-impl<B: Backing> Default for Application<B> {
+impl<B: Backing> Default for ApplyState<B> {
     fn default() -> Self {
         Self {
             applying: Claim::default(),
@@ -36,7 +32,7 @@ impl<B: Backing> Default for Application<B> {
     }
 }
 
-impl<B: Backing> Application<B> {
+impl<B: Backing> ApplyState<B> {
     pub(crate) fn next_scope(&self) -> Option<Arc<Scope<B>>> {
         self.next_scope.lock().clone()
     }
