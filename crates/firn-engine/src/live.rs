@@ -37,7 +37,7 @@ use crate::{HandleId, InodeId, OpenMode, ROOT, Result};
 
 /// Number of low bits of an inode or handle number in which one firnd counts; the higher bits contain the number of
 /// takeovers.
-const NUMBERS_OF_A_FIRND: u32 = 40;
+const FIRND_NUMBER_BITS: u32 = 40;
 
 /// Number in records of the live table that refer to no node.
 const NO_NODE: u64 = 0;
@@ -448,7 +448,7 @@ impl<B: Backing> Engine<B> {
     /// kernel had sent to the earlier firnd.
     pub(crate) fn resume(&self, resumed: &Resumed) -> ResumedRequests {
         // Numbers of this firnd are above those of all earlier ones.
-        let numbers = NumberBase(resumed.takeovers << NUMBERS_OF_A_FIRND);
+        let numbers = NumberBase(resumed.takeovers << FIRND_NUMBER_BITS);
         let names = &self.tree.names;
         names.set_live_table(Arc::clone(&resumed.table));
         names.start_numbers_at(numbers);

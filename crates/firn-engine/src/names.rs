@@ -61,8 +61,8 @@ type Link<B> = (Arc<Inode<B>>, Name);
 const FIRST_SYNTHETIC_NUMBER: u64 = 1 << 62;
 
 /// Number of the last change of a name in this process. Number 1 stands for all changes by earlier firnds.
-static NAME_CHANGES: AtomicU64 = AtomicU64::new(NAMES_OF_EARLIER_FIRND);
-const NAMES_OF_EARLIER_FIRND: u64 = 1;
+static NAME_CHANGES: AtomicU64 = AtomicU64::new(BEFORE_THIS_FIRND);
+const BEFORE_THIS_FIRND: u64 = 1;
 
 /// Returns the number of the last change of a name.
 pub(crate) fn last_name_change() -> u64 {
@@ -96,9 +96,9 @@ pub(crate) struct Inode<B: Backing> {
     /// Whether a name was made or changed since the last sync of this object.
     pub name_unsynced: AtomicBool,
     /// Number of the last change of a name of this inode ([`last_name_change`]).
-    names_changed: AtomicU64,
+    names_changed_at: AtomicU64,
     /// For a directory: number of the last change of names before its last sync began.
-    entries_synced: AtomicU64,
+    entries_synced_at: AtomicU64,
     /// Whether data was drained since the last sync.
     pub data_unsynced: AtomicBool,
     /// Fingerprint of the data at its last sync. Empty if the data was never synced or was written since. Data that was
@@ -191,7 +191,7 @@ pub(crate) struct PageCacheStamp {
     pub mtime: Time,
     pub ctime: Time,
     /// Whether any later change is certain to change the times, because the clock has advanced since they were set.
-    pub is_settled: bool,
+    pub are_times_old: bool,
     /// Last known value of [`Facts::changes_by_others`](firn_backing::Facts::changes_by_others).
     pub changes_by_others: u64,
     /// Number of changes by other hosts ([`Facts::changes_by_others`](firn_backing::Facts)) that every page in the
@@ -212,7 +212,7 @@ impl PageCacheStamp {
             size: 0,
             mtime: Time::default(),
             ctime: Time::default(),
-            is_settled: false,
+            are_times_old: false,
             changes_by_others: 1,
             changes_in_pages: 0,
             memory_file_changes: None,
@@ -325,9 +325,9 @@ impl<B: Backing> Inode<B> {
     /// contains the name.
     pub(crate) fn are_names_synced(&self) -> bool {
         let is_synced_by_object = !self.name_unsynced.load(Ordering::Acquire);
-        let last_change = self.names_changed.load(Ordering::Acquire);
+        let last_change = self.names_changed_at.load(Ordering::Acquire);
         let is_synced_by =
-            |parent: &Arc<Self>| parent.entries_synced.load(Ordering::Acquire) >= last_change;
+            |parent: &Arc<Self>| parent.entries_synced_at.load(Ordering::Acquire) >= last_change;
         let parents = self.parents();
         parents.iter().all(|parent| {
             (is_synced_by_object || is_synced_by(parent)) && parent.are_names_synced()
@@ -337,14 +337,14 @@ impl<B: Backing> Inode<B> {
     /// Records that a name of this inode was made or changed in the backing.
     pub(crate) fn record_name_change(&self) {
         let change = NAME_CHANGES.fetch_add(1, Ordering::AcqRel) + 1;
-        self.names_changed.store(change, Ordering::Release);
+        self.names_changed_at.store(change, Ordering::Release);
         self.name_unsynced.store(true, Ordering::Release);
     }
 
     /// Records that a sync of this directory covered all changes of names up to `change`. The caller reads that
     /// number before the sync begins.
     pub(crate) fn record_entries_synced(&self, change: u64) {
-        self.entries_synced.fetch_max(change, Ordering::AcqRel);
+        self.entries_synced_at.fetch_max(change, Ordering::AcqRel);
     }
 
     /// Records in the inode whether the file was cut, because the inode outlives the file's state. The caller must hold
@@ -405,7 +405,7 @@ struct InodeTables<B: Backing> {
     /// Number of objects at which the tables are swept next.
     sweep_at: usize,
     /// Last synthetic number that was assigned.
-    next_synthetic: u64,
+    last_synthetic: u64,
     last_serial: u64,
 }
 
@@ -517,7 +517,7 @@ impl<B: Backing> Names<B> {
     /// Ensures that no number of an earlier firnd is assigned again.
     pub(crate) fn start_numbers_at(&self, base: NumberBase) {
         let mut tables = self.tables.lock();
-        tables.next_synthetic = tables.next_synthetic.max(FIRST_SYNTHETIC_NUMBER + base.0);
+        tables.last_synthetic = tables.last_synthetic.max(FIRST_SYNTHETIC_NUMBER + base.0);
     }
 
     /// Adds an inode that the kernel knows from an earlier firnd, without a call of the backing. Its object (the
@@ -599,7 +599,7 @@ impl<B: Backing> Names<B> {
             by_key: HashMap::from([(root.key, Arc::downgrade(&root))]),
             children: HashMap::new(),
             sweep_at: SWEEP_OBJECTS_MIN,
-            next_synthetic: FIRST_SYNTHETIC_NUMBER,
+            last_synthetic: FIRST_SYNTHETIC_NUMBER,
             last_serial: 0,
         };
         Self {
@@ -907,8 +907,8 @@ impl<B: Backing> Names<B> {
         let id = if is_usable && !tables.by_id.contains_key(&own_number) {
             own_number
         } else {
-            tables.next_synthetic += 1;
-            InodeId(tables.next_synthetic)
+            tables.last_synthetic += 1;
+            InodeId(tables.last_synthetic)
         };
         tables.last_serial += 1;
         let inode = Arc::new(new_inode(
@@ -1035,8 +1035,8 @@ fn new_inode<B: Backing>(
         objects: Arc::clone(objects),
         names: Mutex::new(SmallVec::new()),
         name_unsynced: AtomicBool::new(name_unsynced),
-        names_changed: AtomicU64::new(NAMES_OF_EARLIER_FIRND),
-        entries_synced: AtomicU64::new(0),
+        names_changed_at: AtomicU64::new(BEFORE_THIS_FIRND),
+        entries_synced_at: AtomicU64::new(0),
         data_unsynced: AtomicBool::new(false),
         synced: Synced::default(),
         is_cut: AtomicBool::new(false),

@@ -208,7 +208,7 @@ impl<B: Backing> Namespace<B> {
             // The next write must remove set-id bits, which a client with a grant (the right to write the file
             // directly) cannot do. So the writer must write through the kernel from here on.
             self.intake.end_grant(&file);
-            self.open_files.open_before_mode_change(&file);
+            self.open_files.open_before_access_change(&file);
         }
         if changes_owner {
             self.privilege_rules
@@ -280,7 +280,7 @@ impl<B: Backing> Namespace<B> {
         let mut state = file.lock();
         if result.is_ok() {
             // The new time is no sign of a change by a program that does not use the mount.
-            state.cache.trust_backing();
+            state.cache.accept_backing_state();
         }
         // A write since then has set a later time, which must remain.
         let is_still_set = new_mtime.is_some() && state.pending.mtime() == new_mtime;
@@ -417,7 +417,7 @@ impl<B: Backing> Namespace<B> {
         // No rename changes the path of the new name before it is recorded.
         let _path_claim = self
             .tree
-            .paths
+            .claims
             .claim_unchanged(|| dir.path_of(name).into_iter().collect());
         // The new name leads to this very object, so no lookup is needed.
         let object = self.tree.object(&inode)?;
@@ -465,7 +465,7 @@ impl<B: Backing> Namespace<B> {
         // No rename changes the path of the name before the removal is recorded.
         let _path_claim = self
             .tree
-            .paths
+            .claims
             .claim_unchanged(|| dir.path_of(name).into_iter().collect());
         let file = self.prepare_name_removal(&dir, name)?;
         let dir_object = self.tree.object(&dir)?;
@@ -627,7 +627,7 @@ impl<B: Backing> Namespace<B> {
                 .collect()
         };
         // Until this function returns, no other thread changes these paths or writes them to the journal.
-        let _path_claim = self.tree.paths.claim_change(both_paths);
+        let _path_claim = self.tree.claims.claim_change(both_paths);
         if self.are_same_inode((dir.id, name), (new_dir.id, new_name)) {
             // Both names lead to one file, so rename(2) changes nothing. The answer comes from the backing.
             return rename_in_backing();
@@ -766,7 +766,7 @@ impl<B: Backing> Namespace<B> {
         // does so, so direct access ends.
         if let Some(file) = self.open_files.known_file(&inode) {
             self.intake.end_grant(&file);
-            self.open_files.open_before_mode_change(&file);
+            self.open_files.open_before_access_change(&file);
         }
         self.privilege_rules
             .set_xattr(&inode, name, value, flags, principal)
@@ -824,7 +824,7 @@ impl<B: Backing> Namespace<B> {
     /// Returns the dropped names, then all inodes at or below `path`. The caller must make the kernel drop its cached
     /// data of these, in this order, so that no program finds new attributes under an old name.
     pub fn revalidate_names(&self, path: &[u8]) -> Vec<Cached> {
-        let _path_claim = self.tree.paths.claim_change(|| vec![path.to_vec()]);
+        let _path_claim = self.tree.claims.claim_change(|| vec![path.to_vec()]);
         // Done before the list of inodes is made. A thread that looked a name up earlier and adds it now sees that the
         // count has changed, and looks the name up again.
         self.tree.names.record_backing_name_change();

@@ -145,7 +145,7 @@ impl<B: Backing> OpenFiles<B> {
 
     /// Opens the backing's file before its mode changes. After the change, firnd may have no right to open it for a
     /// drain or for a program that has the file open.
-    pub(crate) fn open_before_mode_change(&self, file: &File<B>) {
+    pub(crate) fn open_before_access_change(&self, file: &File<B>) {
         let needs_writer = {
             let state = file.lock();
             if state.pending.is_empty() && state.opens.is_empty() {

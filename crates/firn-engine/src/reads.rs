@@ -7,7 +7,7 @@
 //! Promise: a read returns the file as it was at one moment.
 //!
 //! Bytes of the backing are read without the file's lock. If the file was changed meanwhile, in the arena and in the
-//! backing, the read is repeated. After [`READ_TRIES_MAX`] tries, the read excludes changes.
+//! backing, the read is repeated. After [`READ_ATTEMPTS_MAX`] tries, the read excludes changes.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -23,18 +23,18 @@ use crate::intake::Intake;
 use crate::open_files::OpenFiles;
 
 /// Maximum number of tries of a read while the file is being changed. The next try excludes truncations and drains.
-const READ_TRIES_MAX: usize = 10;
+const READ_ATTEMPTS_MAX: usize = 10;
 
 /// Result of one try of a read.
 #[derive(Default)]
-struct ReadTry {
+struct ReadAttempt {
     /// Number of bytes that were read.
     bytes: u64,
     /// The counters of changes before bytes of the backing were read; `None` if all bytes came from the arena.
     counters_before: Option<ChangeCounters>,
     /// Whether the backing's file ended before pending bytes of a higher offset, so that the try filled the gap with
     /// zeros.
-    has_filled_gap: bool,
+    has_zero_filled_gap: bool,
 }
 
 /// Counters of a file's changes.
@@ -77,7 +77,7 @@ impl<B: Backing> Reads<B> {
         offset: u64,
         buf: &mut [u8],
     ) -> Result<u64> {
-        for _ in 0..READ_TRIES_MAX {
+        for _ in 0..READ_ATTEMPTS_MAX {
             let attempt = self.read_once(file, offset, buf)?;
             if self.is_consistent(file, &attempt) {
                 return Ok(attempt.bytes);
@@ -108,14 +108,14 @@ impl<B: Backing> Reads<B> {
     ///
     /// A try reads the backing after the pending bytes, which only the arena has. If the file was truncated, written
     /// again and partly drained in between, the try has seen holes of the backing that the file never had.
-    fn is_consistent(&self, file: &Arc<File<B>>, attempt: &ReadTry) -> bool {
+    fn is_consistent(&self, file: &Arc<File<B>>, attempt: &ReadAttempt) -> bool {
         let Some(before) = attempt.counters_before else {
             return true;
         };
         let mut state = file.lock();
         // A client process may have stored bytes in the arena without a request.
         self.intake.ingest_published(file, &mut state);
-        if state.drain.is_exclusive() && attempt.has_filled_gap {
+        if state.drain.is_exclusive() && attempt.has_zero_filled_gap {
             // The gap may come from a truncation under way. The lock is taken only to wait for its end.
             drop(state);
             drop(file.lock_without_exclusive_use());
@@ -127,9 +127,9 @@ impl<B: Backing> Reads<B> {
 
     /// Makes one try of a read: reads the bytes in the arena (shared memory) under the file's lock, and the gaps from
     /// the backing without it. The caller checks the counters in the result for changes meanwhile.
-    fn read_once(&self, file: &Arc<File<B>>, offset: u64, buf: &mut [u8]) -> Result<ReadTry> {
+    fn read_once(&self, file: &Arc<File<B>>, offset: u64, buf: &mut [u8]) -> Result<ReadAttempt> {
         let end = offset.saturating_add(buf.len() as u64).min(i64::MAX as u64);
-        let mut attempt = ReadTry::default();
+        let mut attempt = ReadAttempt::default();
         if offset >= end {
             return Ok(attempt);
         }
@@ -160,7 +160,7 @@ impl<B: Backing> Reads<B> {
                 let out = &mut buf[(gap.start - offset) as usize..(gap.end - offset) as usize];
                 let read_end = gap.start + self.read_gap(&reader, out, gap.start)?;
                 // The backing's file ended inside the gap, although the file goes on: zeros have filled the rest.
-                attempt.has_filled_gap |= read_end < gap.end.min(known_end);
+                attempt.has_zero_filled_gap |= read_end < gap.end.min(known_end);
                 known_end = known_end.max(read_end);
             }
         }

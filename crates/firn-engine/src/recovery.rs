@@ -344,7 +344,7 @@ impl<B: Backing> Recovery<'_, B> {
             },
         };
         let layers = lay_pieces(&pieces, &drained_ranges_of(known, &finished.truncations));
-        let last_write = self.find_last_write(known, &pieces, &layers);
+        let last_write = self.repair_and_find_last_write(known, &pieces, &layers);
         self.mark_pieces_without_bytes(&pieces, &layers);
         let is_all_drained = layers.extents.is_empty() && known.truncating.is_empty();
         let inode = match search {
@@ -439,7 +439,7 @@ impl<B: Backing> Recovery<'_, B> {
     /// A time in the future counts as now: its record is damaged, or the clock was set back since.
     ///
     /// Afterwards the record of a piece that remains has this time, so that the next recovery finds it too.
-    fn find_last_write(
+    fn repair_and_find_last_write(
         &self,
         known: &KnownFile,
         pieces: &[StoredPiece],

@@ -91,7 +91,7 @@ impl<B: Backing> Namespace<B> {
     ) -> Option<Entry> {
         let entry = self.lookup(wanted.parent, wanted.name).ok()?;
         if self.is_from_request(&entry, wanted, creation) {
-            self.finish_owner(&entry, creation);
+            self.finish_owner_and_mode(&entry, creation);
             return Some(entry);
         }
         // The kernel does not get this object, so the lookup does not count.
@@ -120,7 +120,7 @@ impl<B: Backing> Namespace<B> {
 
     /// Sets owner and mode of an object, because the earlier firnd may have died after it made the object and before it
     /// set these. An error is only logged.
-    fn finish_owner(&self, entry: &Entry, creation: Creation<'_>) {
+    fn finish_owner_and_mode(&self, entry: &Entry, creation: Creation<'_>) {
         let caller = creation.caller;
         let is_root = rustix::process::geteuid().is_root();
         let is_caller_unknown = caller.uid == u32::MAX;

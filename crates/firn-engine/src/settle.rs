@@ -25,7 +25,7 @@ use firn_backing::lock::{Mutex, RwLock};
 
 use crate::extents::Extent;
 use crate::file::{File, FileState};
-use crate::space::EvictionQueue;
+use crate::space::UniqueQueue;
 
 /// Result of a call of [`Room::settle_step`](crate::Room::settle_step).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,7 +45,7 @@ pub(crate) type Waker = Arc<dyn Fn() + Send + Sync>;
 /// The files to settle, and the file that is being settled.
 pub(crate) struct Settle<B: Backing> {
     /// Files that may be settled. Each file is in the queue at most once.
-    waiting: EvictionQueue<File<B>>,
+    waiting: UniqueQueue<File<B>>,
     /// The file being settled, between two steps.
     task: Mutex<Option<SettleTask<B>>>,
     waker: RwLock<Option<Waker>>,
@@ -56,7 +56,7 @@ pub(crate) struct Settle<B: Backing> {
 impl<B: Backing> Default for Settle<B> {
     fn default() -> Self {
         Self {
-            waiting: EvictionQueue::default(),
+            waiting: UniqueQueue::default(),
             task: Mutex::default(),
             waker: RwLock::default(),
             settled_bytes: AtomicU64::new(0),

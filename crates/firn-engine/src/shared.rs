@@ -39,7 +39,7 @@ impl<B: Backing> Engine<B> {
         let handle = self.open_files.handle(handle_id)?;
         let file = &handle.file;
         self.open_files
-            .with_descriptor(|| self.open_backing(file, handle.writable))?;
+            .with_descriptor(|| self.open_backing_file(file, handle.writable))?;
         self.room.check_cache(file)
     }
 

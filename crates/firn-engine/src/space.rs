@@ -40,7 +40,7 @@ pub(crate) struct Space<B: Backing> {
     /// Leases of closed handles, which the next writers of small files use.
     pub parked: ParkedLeases,
     /// Files with cached bytes.
-    pub evictable: EvictionQueue<File<B>>,
+    pub evictable: UniqueQueue<File<B>>,
 }
 
 impl<B: Backing> Default for Space<B> {
@@ -48,7 +48,7 @@ impl<B: Backing> Default for Space<B> {
         Self {
             waiters: SpaceWaiters::default(),
             parked: ParkedLeases::default(),
-            evictable: EvictionQueue::default(),
+            evictable: UniqueQueue::default(),
         }
     }
 }
@@ -202,11 +202,11 @@ impl ParkedLeases {
 }
 
 /// Files with cached bytes, in the order in which they were drained. Each file is in the queue at most once.
-pub(crate) struct EvictionQueue<T> {
+pub(crate) struct UniqueQueue<T> {
     files: Mutex<VecDeque<Weak<T>>>,
 }
 
-impl<T> Default for EvictionQueue<T> {
+impl<T> Default for UniqueQueue<T> {
     fn default() -> Self {
         Self {
             files: Mutex::new(VecDeque::new()),
@@ -214,7 +214,7 @@ impl<T> Default for EvictionQueue<T> {
     }
 }
 
-impl<T> EvictionQueue<T> {
+impl<T> UniqueQueue<T> {
     /// Adds a file at the end of the queue, unless it is in the queue already.
     pub(crate) fn add(&self, file: &Arc<T>) {
         let mut files = self.files.lock();
@@ -268,7 +268,7 @@ mod tests {
 
     #[test]
     fn files_are_evicted_in_the_order_in_which_they_were_added_each_once() {
-        let queue = EvictionQueue::default();
+        let queue = UniqueQueue::default();
         let one = Arc::new(1);
         let two = Arc::new(2);
         queue.add(&one);

@@ -31,9 +31,9 @@ impl<B: Backing> Engine<B> {
         // A close by a killed process is not recorded here: `record_killed_closer` has recorded it earlier, and other
         // processes may have closed the file since.
         if closing != Closing::Killed {
-            handle.was_closed_by_killed.store(false, Ordering::Release);
+            handle.was_closed_by_kill.store(false, Ordering::Release);
         }
-        match self.close_result_without_wait(&handle.file) {
+        match self.revoke_grant_and_try_close(&handle.file) {
             Some(result) => done(result),
             None => {
                 let done = self.time_close(done);
@@ -44,7 +44,7 @@ impl<B: Backing> Engine<B> {
 
     /// Ends the grant (a client's right to write the file directly) at a close of a descriptor of the file. Returns the
     /// result of the close, or `None` if the close must wait until the pending bytes are in the backing.
-    fn close_result_without_wait(&self, file: &Arc<File<B>>) -> Option<Result<()>> {
+    fn revoke_grant_and_try_close(&self, file: &Arc<File<B>>) -> Option<Result<()>> {
         let mut state = file.lock();
         // The grant ends here and not at the release, which the kernel sends some time after close(2) returned. By
         // then, the process may use the descriptor's number for another file, and a client that has not noticed the
@@ -88,7 +88,7 @@ impl<B: Backing> Engine<B> {
     /// [`Engine::flush`].
     pub fn record_killed_closer(&self, handle_id: HandleId) {
         if let Ok(handle) = self.open_files.handle(handle_id) {
-            handle.was_closed_by_killed.store(true, Ordering::Release);
+            handle.was_closed_by_kill.store(true, Ordering::Release);
         }
     }
 

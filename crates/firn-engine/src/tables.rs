@@ -101,7 +101,7 @@ pub(crate) struct Handle<B: Backing> {
     /// Number of bytes written through the handle, which decides the size class of its next slab.
     pub written_bytes: AtomicU64,
     /// Whether the last close of a descriptor of the handle was caused by a signal that killed a process.
-    pub was_closed_by_killed: AtomicBool,
+    pub was_closed_by_kill: AtomicBool,
     /// Whether a descriptor of the handle was closed ([`Engine::finishes_file`](crate::Engine::finishes_file)).
     pub has_closed_descriptor: AtomicBool,
     /// Thread that opened the file, on backings that finish files; 0 if it is not known.

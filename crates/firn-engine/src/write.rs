@@ -167,7 +167,7 @@ impl<B: Backing> Writes<B> {
         }
         // A file without a file id (its number in the arena) gets one, which is recorded with a path. The write waits
         // while a path changes, and calls the backing if none is known.
-        needs_file_id && (self.tree.paths.has_changes() || !handle.file.inode.has_names())
+        needs_file_id && (self.tree.claims.has_changes() || !handle.file.inode.has_names())
     }
 
     /// Returns whether a write up to `end` changes the backing before its bytes are in the arena: it removes
@@ -328,7 +328,7 @@ impl<B: Backing> Writes<B> {
         known_id.or_else(|| {
             self.base
                 .journal
-                .allocate_file_id_excluding_renames(&self.tree.paths, file)
+                .allocate_file_id_excluding_renames(&self.tree.claims, file)
         })
     }
 

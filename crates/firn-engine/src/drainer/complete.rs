@@ -259,7 +259,7 @@ impl<B: Backing> Drainer<B> {
             if self.base.journal.append(&record).is_err() {
                 return false;
             }
-            state.pending.add_drained_range();
+            state.pending.count_drained_range();
         }
         true
     }
@@ -350,7 +350,10 @@ impl<B: Backing> Drainer<B> {
                 .retry_at(failure.retry_at, Arc::clone(file));
         }
         let count = failure.tries;
-        self.base.counters.drain_decisions.count(Decision::Waits);
+        self.base
+            .counters
+            .drain_decisions
+            .count(Decision::RetryPlanned);
         let path = file.inode.paths().into_iter().next().unwrap_or_default();
         let failed_call = match source {
             JobErrorSource::SpillFile => "read from the spill file",

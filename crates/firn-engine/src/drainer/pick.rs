@@ -99,7 +99,7 @@ impl<B: Backing> Drainer<B> {
                 "a file was in line and does not know"
             );
             state.drain.set_queued(false);
-            if let Some(job) = self.choose_write(&file, &mut state, limits) {
+            if let Some(job) = self.begin_job(&file, &mut state, limits) {
                 drop(state);
                 self.base.counters.drain_decisions.count(Decision::Picked);
                 let offset = job.span.start;
@@ -165,7 +165,7 @@ impl<B: Backing> Drainer<B> {
     /// Makes a job (one write to the backing) of this file, if some of its pending bytes are worth a write. Pins the
     /// slabs with the bytes (they are not moved or used again) and marks the range as in flight. Returns `None` if
     /// nothing is to be written now.
-    fn choose_write(
+    fn begin_job(
         &self,
         file: &Arc<File<B>>,
         state: &mut FileState<B>,
@@ -192,7 +192,7 @@ impl<B: Backing> Drainer<B> {
         queue.record_pick(file, bytes, state.pending.bytes());
         // The journal will record this range as drained up to the sequence (number) of its newest append. So later
         // bytes need an append with a later sequence.
-        state.pending.end_tail();
+        state.pending.stop_extending_last_piece();
         // The file may have more bytes to write, and another thread can write them at the same time.
         self.drain.enqueue(file, state);
         Some(Job {

@@ -90,7 +90,7 @@ impl<B: Backing> Drainer<B> {
 
     /// Counts a drain that was delayed because programs need the CPUs.
     pub fn note_drain_put_off(&self) {
-        self.base.counters.drain_decisions.count(Decision::PutOff);
+        self.base.counters.drain_decisions.count(Decision::Delayed);
         tracing::debug!("drain: put off, because programs need the CPUs");
     }
 

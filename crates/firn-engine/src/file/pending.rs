@@ -224,12 +224,12 @@ impl Pending {
         let range = offset..offset + extent.len;
         self.extents
             .remove(range, &mut |_, known| known.piece == extent.piece);
-        self.count_bytes_not_pending(arena, extent.piece, extent.len);
+        self.end_pending_bytes(arena, extent.piece, extent.len);
     }
 
     /// Records that `bytes` of a piece are not pending any more, and frees them in the slab.
     fn free_bytes(&mut self, arena: &Arena, piece: PieceRef, bytes: u64) {
-        self.count_bytes_not_pending(arena, piece, bytes);
+        self.end_pending_bytes(arena, piece, bytes);
         arena.release_bytes(piece.slab, bytes);
     }
 
@@ -237,7 +237,7 @@ impl Pending {
     /// dies: a recovery ignores its record. A piece of which only some bytes are pending is *partial*.
     ///
     /// The slab (the part of the arena with the piece) still counts the bytes as used.
-    fn count_bytes_not_pending(&mut self, arena: &Arena, piece: PieceRef, bytes: u64) {
+    fn end_pending_bytes(&mut self, arena: &Arena, piece: PieceRef, bytes: u64) {
         let used = self
             .pieces
             .get_mut(&piece)
@@ -310,7 +310,7 @@ impl Pending {
         self.drained_ranges
     }
 
-    pub(crate) fn add_drained_range(&mut self) {
+    pub(crate) fn count_drained_range(&mut self) {
         self.drained_ranges += 1;
     }
 
@@ -324,7 +324,7 @@ impl Pending {
     }
 
     /// Makes the next write begin a new piece, because a cut uses the sequence of the last piece.
-    pub(crate) fn end_tail(&mut self) {
+    pub(crate) fn stop_extending_last_piece(&mut self) {
         self.tail = None;
     }
 

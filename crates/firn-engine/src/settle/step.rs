@@ -192,7 +192,7 @@ impl<B: Backing> Room<B> {
         let Some(lease) = copied? else {
             return Ok(CopyResult::NoRoom);
         };
-        Ok(self.replace_by_copy(task, &source, lease, range))
+        Ok(self.switch_to_copy(task, &source, lease, range))
     }
 
     /// Copies one chunk of a file, from file offset `start` on, to its place (a slot) in the memory file. The caller
@@ -254,7 +254,7 @@ impl<B: Backing> Room<B> {
 
     /// Replaces bytes of a file in the arena by their copy in the memory file, from which they are read from now on.
     /// Returns `FileBusy` if the file was changed since the copy. `lease` is the right to fill the place of the copy.
-    fn replace_by_copy(
+    fn switch_to_copy(
         &self,
         task: &SettleTask<B>,
         source: &ChunkSource,
@@ -263,22 +263,22 @@ impl<B: Backing> Room<B> {
     ) -> CopyResult {
         let arena = &self.base.arena;
         let mut state = task.file.lock();
-        let is_as_copied = state.changes == task.changes
+        let is_unchanged = state.changes == task.changes
             && state.can_be_settled()
             && state.chunk_source(range.clone()).as_ref() == Some(source);
-        if is_as_copied {
+        if is_unchanged {
             // Only pending bytes need a record, from which a recovery restores them.
             if source.is_pending {
-                self.publish_settled(&mut state, &mut lease, range.clone());
+                self.publish_pending_copy(&mut state, &mut lease, range.clone());
             } else {
-                self.cache_settled(&mut state, &lease, range.clone());
+                self.cache_copy(&mut state, &lease, range.clone());
             }
             state.check();
         }
         // The file's bytes have their new place, so the rest needs no lock.
         drop(state);
         arena.seal_slab(lease);
-        if !is_as_copied {
+        if !is_unchanged {
             return CopyResult::FileBusy;
         }
         let bytes = range.end - range.start;
@@ -290,7 +290,7 @@ impl<B: Backing> Room<B> {
 
     /// Replaces pending bytes of a file by their copy in the memory file. The copy becomes a new piece (a recorded
     /// append), so that a recovery finds it; the older pieces die afterwards.
-    fn publish_settled(&self, state: &mut FileState<B>, lease: &mut Lease, range: Range<u64>) {
+    fn publish_pending_copy(&self, state: &mut FileState<B>, lease: &mut Lease, range: Range<u64>) {
         let arena = &self.base.arena;
         let file_id = state.pending.file_id().expect("it has pending bytes");
         let len = range.end - range.start;
@@ -317,11 +317,11 @@ impl<B: Backing> Room<B> {
         };
         state.pending.insert(arena, range.start, extent);
         // No write made this piece, so the next write must begin a new piece.
-        state.pending.end_tail();
+        state.pending.stop_extending_last_piece();
     }
 
     /// Replaces the cached extents of a chunk by the copy, which needs no piece record.
-    fn cache_settled(&self, state: &mut FileState<B>, lease: &Lease, range: Range<u64>) {
+    fn cache_copy(&self, state: &mut FileState<B>, lease: &Lease, range: Range<u64>) {
         let arena = &self.base.arena;
         let len = range.end - range.start;
         let extent = Extent {

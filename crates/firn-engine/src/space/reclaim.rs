@@ -114,7 +114,10 @@ impl<B: Backing> Room<B> {
         }
         let waiters = self.space.waiters.take_all();
         if !waiters.is_empty() {
-            self.base.counters.drain_decisions.count(Decision::GivenUp);
+            self.base
+                .counters
+                .drain_decisions
+                .count(Decision::WritersFailed);
             tracing::debug!(%errno, writers = waiters.len(), "drain: given up; writes that wait for room fail");
         }
         for waiter in waiters {
