@@ -4,7 +4,7 @@
 //! Terms
 //! * The *backing* is the directory that the mount serves. A byte is *pending* while the backing does not have it.
 //! * A file is *drained* when the backing has all of its bytes, and *durable* when they are synced there.
-//! * A file's *names are synced* if a sync snapshot each name on the way from the root to it.
+//! * A file's *names are synced* if a sync covered each name on the way from the root to it.
 //! * A *fingerprint* is size and time of the backing's file. After a sync, the inode records the fingerprint that the
 //!   file had before it. The file is durable as long as its fingerprint is this one.
 //!
@@ -254,7 +254,7 @@ impl<B: Backing> Durability<B> {
         // The lock is held until the mark is set, so that no write comes in between.
         let state = file.as_ref().map(|file| {
             let mut state = file.lock();
-            // Bytes that a client process has stored in the arena without a request count, too.
+            // Bytes that a client process has stored in the arena, without a request, count as written too.
             self.intake.ingest_published(file, &mut state);
             state
         });
@@ -274,7 +274,7 @@ impl<B: Backing> Durability<B> {
         }
     }
 
-    /// Syncs the names in a directory. Changes of names that come during the sync are not snapshot.
+    /// Syncs the names in a directory. Changes of names that come during the sync are not covered.
     pub(crate) fn sync_entries(&self, dir: &Inode<B>) -> Result<()> {
         let name_change_before_sync = last_name_change();
         self.base.backing.sync_dir(&self.tree.object(dir)?)?;

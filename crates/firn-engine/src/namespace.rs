@@ -150,7 +150,7 @@ impl<B: Backing> Namespace<B> {
             return Ok(attr);
         };
         let mut state = file.lock();
-        // Bytes that a client process has stored in the arena without a request count, too.
+        // Bytes that a client process has stored in the arena, without a request, count as written too.
         self.intake.ingest_published(&file, &mut state);
         let pending_bytes = state.pending.bytes();
         let pending_end = state.pending.end();
@@ -518,7 +518,7 @@ impl<B: Backing> Namespace<B> {
     /// got its id. If the file has other names but none is known, drains its data to the backing first.
     fn record_name_removal(&self, file: &Arc<File<B>>, path: Vec<u8>) -> Result<()> {
         let mut state = file.lock();
-        // Bytes that a client process has stored in the arena without a request count, too.
+        // Bytes that a client process has stored in the arena, without a request, count as written too.
         self.intake.ingest_published(file, &mut state);
         let Some(file_id) = state.pending.file_id() else {
             return Ok(());
