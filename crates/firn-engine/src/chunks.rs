@@ -108,7 +108,7 @@ impl<B: Backing> HeldChunks<B> {
             memory_bytes: 0,
             file_size: 0,
         };
-        engine.room.check_cache(&file)?;
+        engine.room.evict_if_backing_changed(&file)?;
         // Waits for a truncation under way.
         let mut state = file.lock_without_exclusive_use();
         // Bytes that a client process has stored in the arena, without a request, belong to the list too.

@@ -190,7 +190,7 @@ impl<B: Backing> Engine<B> {
         // The file may not be in a memory file yet. If it is large and has no writer, this call queues it for a copy
         // there, which later opens read in place.
         if facts.is_cacheable && facts.memory_file_size.is_none() {
-            self.room.queue_for_settling(&file);
+            self.room.queue_for_memory_file(&file);
         }
         Ok(opened)
     }
@@ -200,7 +200,7 @@ impl<B: Backing> Engine<B> {
     fn prepare_open(&self, file: &Arc<File<B>>, wants_write: bool, truncates: bool) -> Result<()> {
         self.open_files
             .with_descriptor(|| self.open_backing_file(file, wants_write))?;
-        self.room.check_cache(file)?;
+        self.room.evict_if_backing_changed(file)?;
         if truncates {
             self.exclusive.truncate_file(file, 0)?;
         }
@@ -630,7 +630,7 @@ impl<B: Backing> Engine<B> {
         }
         if was_last_writer {
             // A large file without a writer is copied to a memory file.
-            self.room.queue_for_settling(file);
+            self.room.queue_for_memory_file(file);
         }
         self.open_files.drop_if_unused(file);
         if let Some(live) = self.live() {

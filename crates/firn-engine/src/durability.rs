@@ -166,7 +166,7 @@ impl<B: Backing> Durability<B> {
         };
         if self.base.backing.kernel_reads(&backing_file.file) == KernelReads::Shared {
             // Another host may have synced newer bytes than those that the arena caches.
-            self.room.check_cache(file)?;
+            self.room.evict_if_backing_changed(file)?;
         }
         // The sync may not cover bytes that are changed or drained during it. So the snapshot of size and time is taken
         // before the sync. `data_unsynced` is cleared before the sync too, and each later drain sets it again.

@@ -161,7 +161,8 @@ impl<B: Backing> Intake<B> {
             if let Some(observe) = self.grants.observer() {
                 observe(&*file.inode, pid, bytes.offset..bytes.offset + len);
             }
-            if !state.pending.record_client_write(bytes.modified) {
+            let keeps_time = state.pending.record_client_write(bytes.modified);
+            if !keeps_time {
                 // The client's time is impossible or too early, so the record gets the engine's time.
                 self.base
                     .arena

@@ -574,7 +574,7 @@ impl<B: Backing> Namespace<B> {
         if is_open {
             // Its programs still use it. Another process gets a descriptor, so that the file survives the death of
             // firnd.
-            self.open_files.open_nameless(file);
+            self.open_files.open_and_send_to_keeper(file);
             return;
         }
         self.exclusive.discard(file);

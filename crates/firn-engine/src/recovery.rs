@@ -247,7 +247,7 @@ impl<B: Backing> Engine<B> {
                 self.drain.force(&file, &mut state);
             }
             drop(state);
-            self.room.queue_for_settling(&file);
+            self.room.queue_for_memory_file(&file);
         }
     }
 

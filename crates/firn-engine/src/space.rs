@@ -1,4 +1,4 @@
-//! Space in the arena (the shared memory for written data): writers that wait, and memory that can be freed for them.
+//! Space in the arena (the shared memory for written data): writers that wait for it, and what can be freed for them.
 //!
 //! Terms: a *lease* is the right to fill one slab (a part of the arena). *Cached* bytes are in the arena and in the
 //! backing, so they can be evicted.
@@ -7,9 +7,6 @@
 //! * A waiting writer is called back when there may be space, or with an error when no space can be made.
 //! * No callback is called with a lock held.
 //!
-//! Invariant: `waiting` is the number of callbacks that were added and not yet taken. It is larger only while a
-//! callback is being added or taken.
-
 mod reclaim;
 
 use std::collections::VecDeque;
@@ -39,7 +36,7 @@ pub(crate) struct Space<B: Backing> {
     pub waiters: SpaceWaiters,
     /// Leases of closed handles, which the next writers of small files use.
     pub parked: ParkedLeases,
-    /// Files with cached bytes.
+    /// Files with cached bytes, in the order in which they were drained.
     pub evictable: UniqueQueue<File<B>>,
 }
 
@@ -110,7 +107,8 @@ pub(crate) type LeaseSlot<'a> = MutexGuard<'a, Option<Lease>>;
 pub(crate) struct SpaceWaiters {
     /// Callbacks of the waiting writers.
     callbacks: Mutex<Vec<Done>>,
-    /// Number of the callbacks, for reads without their lock.
+    /// Number of the callbacks, for reads without their lock. While a callback is being added or taken, this number may
+    /// be larger than that of `callbacks`.
     waiting: AtomicU64,
     /// Whether space was freed since the last call of [`SpaceWaiters::take_freed`].
     freed: Arc<AtomicBool>,
@@ -201,7 +199,7 @@ impl ParkedLeases {
     }
 }
 
-/// Files with cached bytes, in the order in which they were drained. Each file is in the queue at most once.
+/// A queue of files, first in, first out. Each file is in the queue at most once.
 pub(crate) struct UniqueQueue<T> {
     files: Mutex<VecDeque<Weak<T>>>,
 }

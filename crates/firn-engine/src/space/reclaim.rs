@@ -28,16 +28,14 @@ struct DrainChoice<B: Backing> {
 }
 
 impl<B: Backing> Room<B> {
-    /// Leases a slab (a part of the arena that one writer fills) for the next bytes of a handle. The first slabs of a
-    /// file are small, so that many small files fit; a large file gets whole chunks. If the arena has no space, begins
-    /// to reclaim space and returns `None`.
+    /// Leases a slab (a part of the arena that one writer fills) for the next `len` bytes of a handle. If the arena has
+    /// no space, begins to make space and returns `None`. The lock of `lease_slot` is released meanwhile.
     ///
-    /// The handle's lease is not locked during the eviction of files: a drop of the last reference to a file closes its
-    /// descriptor, and the close may wait for a server.
+    /// The first slabs of a file are small, so that many small files fit. A large file gets whole chunks.
     pub(crate) fn lease_for(
         &self,
         handle: &Handle<B>,
-        slot: &mut LeaseSlot<'_>,
+        lease_slot: &mut LeaseSlot<'_>,
         len: u64,
     ) -> Option<Lease> {
         let expected_bytes = handle.written_bytes.load(Ordering::Relaxed) + len;
@@ -49,11 +47,12 @@ impl<B: Backing> Room<B> {
             return Some(parked_lease);
         }
         let lease = self.base.arena.lease_slab(class).or_else(|| {
-            slot.unlocked(|| self.evict_for(class));
+            // An eviction may close a file of the backing, which may wait for a server. So the lock is released.
+            lease_slot.unlocked(|| self.evict_for(class));
             self.base.arena.lease_slab(class)
         });
         if lease.is_none() {
-            slot.unlocked(|| self.reclaim());
+            lease_slot.unlocked(|| self.reclaim());
         }
         lease
     }
@@ -83,6 +82,7 @@ impl<B: Backing> Room<B> {
     /// If space in the arena was freed, calls back the writers that wait for it. Otherwise begins to make space for
     /// them. Called with no lock held.
     pub(crate) fn wake_writers(&self) {
+        // There is a second round only if the reclaim in the first one frees space at once.
         loop {
             if self.space.waiters.take_freed() {
                 for waiter in self.space.waiters.take_all() {
@@ -94,7 +94,6 @@ impl<B: Backing> Room<B> {
                 return;
             }
             self.reclaim();
-            // If the reclaim has freed unused slabs itself, the writers are called in the next round.
             if !self.space.waiters.has_freed() {
                 return;
             }
@@ -125,9 +124,9 @@ impl<B: Backing> Room<B> {
         }
     }
 
-    /// Makes space in the arena: frees unused slabs (parts of the arena), and requests a drain of the file with the
-    /// most pending bytes. Does nothing while a drain is under way, because it will make space. If no file can be
-    /// drained, waiting writers get the error of the last failure.
+    /// Begins to make space in the arena: frees unused slabs (parts of the arena), and requests a drain of the file with
+    /// the most pending bytes. If no file can be drained and there is no space, waiting writers get the error of the
+    /// last failed drain. While a drain is under way, does nothing, because that drain makes space.
     pub(crate) fn reclaim(&self) {
         if self.drain.is_busy() {
             return;
@@ -146,7 +145,7 @@ impl<B: Backing> Room<B> {
         } else if !self.space.waiters.has_freed()
             && !self.space.schedule_wake_if_room(&self.base.arena)
         {
-            // No file can be drained now: each file with held data waits for its retry.
+            // There is no space, and each file with pending bytes waits for its retry.
             self.fail_waiting_writers(choice.last_error.unwrap_or(Errno::NOSPC));
         }
     }
