@@ -13,10 +13,12 @@
 //! * A name has a reference to its parent directory. So an inode with pending data has a path even after the kernel has
 //!   forgotten the directories above it.
 //! * An inode has the object's number in the backing, if that number is free and usable.
-//! * The kernel may know more inodes than a process may have descriptors. Only the objects of recently used inodes are
-//!   open ([`Objects`]); any other object is looked up by a name at its next use. Before an object loses its last known
-//!   name, it is opened permanently.
-//! * The tables by key and by name have at most twice as many entries as there are objects, or 1024.
+//! * Before an object loses its last known name, it is opened permanently.
+//! * Entries of dropped inodes are removed from the tables when the table by key has 1024 entries, and later whenever it
+//!   has twice as many as after the last removal.
+//!
+//! The kernel may know more inodes than a process may have descriptors. So only the objects of recently used inodes are
+//! open ([`Objects`]). Any other object is looked up by a name at its next use.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsStr;
@@ -57,11 +59,14 @@ pub(crate) type Name = Arc<OsStr>;
 /// A directory and a name in it.
 type Link<B> = (Arc<Inode<B>>, Name);
 
+/// Lowest number of an object that an inode may have. Number 0 is none, and 1 is the root, as in FUSE.
+const FIRST_USABLE_NUMBER: u64 = 2;
 /// Synthetic numbers are above this number, which no inode number of a real file system reaches.
 const FIRST_SYNTHETIC_NUMBER: u64 = 1 << 62;
 
-/// Number of the last change of a name in this process. Number 1 stands for all changes by earlier firnds.
+/// Number of the last change of a name in this process.
 static NAME_CHANGES: AtomicU64 = AtomicU64::new(BEFORE_THIS_FIRND);
+/// Number of the changes that earlier firnds made, as one change.
 const BEFORE_THIS_FIRND: u64 = 1;
 
 /// Returns the number of the last change of a name.
@@ -95,9 +100,9 @@ pub(crate) struct Inode<B: Backing> {
     names: Mutex<SmallVec<[Link<B>; 1]>>,
     /// Whether a name was made or changed since the last sync of this object.
     pub name_unsynced: AtomicBool,
-    /// Number of the last change of a name of this inode ([`last_name_change`]).
+    /// Number ([`last_name_change`]) of the last change of a name of this inode.
     names_changed_at: AtomicU64,
-    /// For a directory: number of the last change of names before its last sync began.
+    /// For a directory: number ([`last_name_change`]) of the last change of any name before its last sync began.
     entries_synced_at: AtomicU64,
     /// Whether data was drained since the last sync.
     pub data_unsynced: AtomicBool,
@@ -572,24 +577,27 @@ impl<B: Backing> Names<B> {
         }
     }
 
-    /// Makes the tables of inodes with the root only; `object` is the root's object in the backing. `objects_max`
-    /// bounds the number of open objects, not counting those that must remain open. `names_unsynced` says that an
-    /// earlier firnd may have made names without a sync.
+    /// Makes the tables of inodes with the root only; `root_object` is its object in the backing. `objects_max` bounds
+    /// the number of open objects, not counting those that must remain open. `names_unsynced` says that an earlier firnd
+    /// may have made names without a sync.
     pub(crate) fn new(
-        object: B::Inode,
+        root_object: B::Inode,
         attr: &Attr,
         names_unsynced: bool,
         objects_max: usize,
     ) -> Self {
         let objects = Arc::new(Cache::new(objects_max));
+        let root_serial = 0;
+        // The root has no name that could be unsynced.
+        let name_unsynced = false;
         let root = Arc::new(new_inode(
             ROOT,
-            0,
+            root_serial,
             &objects,
             KnownObject::from_attr(attr),
-            false,
+            name_unsynced,
         ));
-        *root.kept_open_object.lock() = Some(object);
+        *root.kept_open_object.lock() = Some(root_object);
         let kernel_root = KernelInode {
             inode: Arc::clone(&root),
             lookups: 1,
@@ -902,8 +910,8 @@ impl<B: Backing> Names<B> {
     /// systems.
     fn add_inode(&self, tables: &mut InodeTables<B>, attr: &Attr) -> Arc<Inode<B>> {
         let own_number = InodeId(attr.ino);
-        let is_usable =
-            attr.dev == self.root.key.dev && attr.ino > 1 && attr.ino < FIRST_SYNTHETIC_NUMBER;
+        let is_usable = attr.dev == self.root.key.dev
+            && (FIRST_USABLE_NUMBER..FIRST_SYNTHETIC_NUMBER).contains(&attr.ino);
         let id = if is_usable && !tables.by_id.contains_key(&own_number) {
             own_number
         } else {
@@ -918,7 +926,7 @@ impl<B: Backing> Names<B> {
             KnownObject::from_attr(attr),
             self.names_unsynced,
         ));
-        // Entries of dropped inodes are removed if there are many.
+        // If the tables have many entries, those of dropped inodes are removed before one is added.
         tables.sweep();
         let key = ObjectKey::from_attr(attr);
         tables.by_key.insert(key, Arc::downgrade(&inode));
@@ -1016,8 +1024,8 @@ impl<B: Backing> Names<B> {
     }
 }
 
-/// Makes an inode without names. `serial` is its number in the cache of open `objects`. `name_unsynced` says whether a
-/// sync of it must sync its names too.
+/// Makes an inode without names. `serial` is its key in `objects`, the cache of open objects. `name_unsynced` says
+/// whether a sync of it must sync its names too.
 fn new_inode<B: Backing>(
     id: InodeId,
     serial: u64,

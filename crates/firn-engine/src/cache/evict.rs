@@ -164,12 +164,13 @@ impl<B: Backing> Room<B> {
             return Ok(());
         }
         let attr = self.base.backing.attr(&self.tree.object(&file.inode)?)?;
-        // `KernelReads::Shared`: other hosts write the file too, into logs beside it. The times of the file do not show
-        // such writes, so it is always evicted.
-        let is_written_by_other_hosts = self.open_files.kernel_reads(file) == KernelReads::Shared;
+        // `KernelReads::Shared`: other hosts may write the file too, into logs beside it. The times of the file do not
+        // show such writes, so it is always evicted.
+        let may_be_written_by_other_hosts =
+            self.open_files.kernel_reads(file) == KernelReads::Shared;
         let mut state = file.lock();
         let is_changed = |stamp| stamp != BackingStamp::from_attr(&attr);
-        if is_written_by_other_hosts || state.cache.backing_stamp().is_some_and(is_changed) {
+        if may_be_written_by_other_hosts || state.cache.backing_stamp().is_some_and(is_changed) {
             state.changes += 1;
             self.evict(&mut state);
             // The lock is released, because the next call reads the file.
