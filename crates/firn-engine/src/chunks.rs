@@ -30,6 +30,7 @@ use crate::base::Base;
 use crate::engine::Engine;
 use crate::extents::Extent;
 use crate::file::{File, FileState};
+use crate::names::Inode;
 use crate::size::whole_size;
 
 /// A part of a file, and its place.
@@ -85,12 +86,7 @@ impl<B: Backing> HeldChunks<B> {
     /// Fails with EISDIR or EINVAL if `path` is not a regular file, and with EIO if pending parts of the file cannot be
     /// read.
     pub fn list_file(engine: &Arc<Engine<B>>, path: &[u8]) -> Result<(Self, Vec<ListedPart>)> {
-        let inode = engine.tree.inode_at(path)?;
-        match inode.kind {
-            Kind::File => {}
-            Kind::Dir => return Err(Errno::ISDIR),
-            _ => return Err(Errno::INVAL),
-        }
+        let inode = regular_file_at(engine, path)?;
         let file = engine
             .open_files
             .acquire_file_with(&inode, |state| state.direct.add_chunk_list());
@@ -102,40 +98,46 @@ impl<B: Backing> HeldChunks<B> {
         // From here on a drop of `held_chunks` releases all holds, also after an error.
         let mut held_chunks = Self {
             engine: Arc::clone(engine),
-            file: Arc::clone(&file),
+            file,
             slabs: Vec::new(),
             changes: 0,
             memory_bytes: 0,
             file_size: 0,
         };
+        let parts = held_chunks.collect_parts(&inode)?;
+        Ok((held_chunks, parts))
+    }
+
+    /// Holds the file's slabs, and returns the places of all its bytes. Records the length and the version of the file.
+    fn collect_parts(&mut self, inode: &Inode<B>) -> Result<Vec<ListedPart>> {
+        let engine = Arc::clone(&self.engine);
+        let file = Arc::clone(&self.file);
         engine.room.evict_if_backing_changed(&file)?;
         // Waits for a truncation under way.
         let mut state = file.lock_without_exclusive_use();
         // Bytes that a client process has stored in the arena, without a request, belong to the list too.
         engine.intake.ingest_published(&file, &mut state);
         let pending_end = state.pending.end();
-        held_chunks.changes = state.changes;
+        self.changes = state.changes;
         // A view is a memory file that processes read in place. Each change of the file goes into it at once, so its
         // bytes cannot be held, and the list refers readers to the mount.
         let is_viewed = state.view.is_some();
         let arena_extents = if is_viewed {
             Vec::new()
         } else {
-            held_chunks.hold_extents(&state)?
+            self.hold_extents(&state)?
         };
         // The lock is released, because the next steps call the backing.
         drop(state);
-        held_chunks.count_memory(&arena_extents);
+        self.count_memory(&arena_extents);
         // All other bytes were in the backing before the lock was released, and `changed` shows a change since then.
-        let attr = engine.base.backing.attr(&engine.tree.object(&inode)?)?;
+        let attr = engine.base.backing.attr(&engine.tree.object(inode)?)?;
         let file_size = whole_size(&attr, pending_end);
-        held_chunks.file_size = file_size;
+        self.file_size = file_size;
         // Readers of a file with a view get all its bytes through the mount, as they get bytes of the backing.
         let backing_size = if is_viewed { file_size } else { attr.size };
-        let parts = engine
-            .base
-            .list_all_parts(&arena_extents, backing_size, file_size);
-        Ok((held_chunks, parts))
+        let base = &engine.base;
+        Ok(base.list_all_parts(&arena_extents, backing_size, file_size))
     }
 
     /// Holds the slabs of the file (parts of the arena), so that they keep their place and bytes. Returns the file's
@@ -283,6 +285,16 @@ impl<B: Backing> Base<B> {
             // An extent of the arena is in memory, in a memory file, or in the spill file (`IN_SPILL`).
             _ => part_in_spill_file,
         }
+    }
+}
+
+/// Returns the inode of the regular file at `path`. Fails with EISDIR or EINVAL if another object has this path.
+fn regular_file_at<B: Backing>(engine: &Engine<B>, path: &[u8]) -> Result<Arc<Inode<B>>> {
+    let inode = engine.tree.inode_at(path)?;
+    match inode.kind {
+        Kind::File => Ok(inode),
+        Kind::Dir => Err(Errno::ISDIR),
+        _ => Err(Errno::INVAL),
     }
 }
 

@@ -51,6 +51,16 @@ struct OpenFacts {
     memory_file_size: Option<u64>,
 }
 
+/// State of a file after the release of a handle.
+struct ReleasedHandle {
+    /// Whether the file has no handle any more.
+    is_closed: bool,
+    /// Whether the file has neither a handle nor a name.
+    is_orphan: bool,
+    /// Whether the handle could write, and no other handle can.
+    was_last_writer: bool,
+}
+
 impl<B: Backing> Engine<B> {
     /// Creates and opens a regular file. An existing file is opened, unless `flags` have `O_EXCL`.
     pub fn create(
@@ -585,16 +595,20 @@ impl<B: Backing> Engine<B> {
         Ok(written_bytes)
     }
 
+    /// Makes the rest of a handle's slab (the part of the arena that it fills) available to the next small file.
+    fn park_lease(&self, handle: &Handle<B>) {
+        if let Some(lease) = handle.lease.lock().take() {
+            self.room.space.parked.park(&self.base.arena, lease);
+        }
+    }
+
     /// Ends a handle after its last use. Pending bytes (not in the backing yet) remain pending and are drained. A file
     /// without a name and without another handle is discarded. Does nothing if the handle is unknown.
     pub fn release(&self, handle_id: HandleId) {
         let Some(handle) = self.open_files.handles.remove(handle_id) else {
             return;
         };
-        // The handle's slab is a part of the arena. The next small file may use the rest of it.
-        if let Some(lease) = handle.lease.lock().take() {
-            self.room.space.parked.park(&self.base.arena, lease);
-        }
+        self.park_lease(&handle);
         let file = &handle.file;
         let mut state = file.lock();
         self.intake.revoke_grant(file, &mut state);
@@ -611,6 +625,30 @@ impl<B: Backing> Engine<B> {
         file.inode.record_cut(state.opens.is_cut());
         // The lock is released, because the next steps call the backing.
         drop(state);
+        self.finish_release(
+            &handle,
+            ReleasedHandle {
+                is_closed,
+                is_orphan,
+                was_last_writer,
+            },
+        );
+        if let Some(live) = self.live() {
+            // The next firnd reads the open handles from the live table. This removal comes last: if firnd dies before
+            // it, the next firnd releases the handle again.
+            live.forget_handle(handle.id.0);
+        }
+        self.room.wake_writers();
+    }
+
+    /// Does the steps of [`Self::release`] that may call the backing, without the lock of the file.
+    fn finish_release(&self, handle: &Handle<B>, released: ReleasedHandle) {
+        let ReleasedHandle {
+            is_closed,
+            is_orphan,
+            was_last_writer,
+        } = released;
+        let file = &handle.file;
         if was_last_writer {
             let events = &self.base.file_events;
             events.record(&file.inode, FileChange::Closed);
@@ -633,11 +671,5 @@ impl<B: Backing> Engine<B> {
             self.room.queue_for_memory_file(file);
         }
         self.open_files.drop_if_unused(file);
-        if let Some(live) = self.live() {
-            // The next firnd reads the open handles from the live table. This removal comes last: if firnd dies before
-            // it, the next firnd releases the handle again.
-            live.forget_handle(handle.id.0);
-        }
-        self.room.wake_writers();
     }
 }

@@ -174,10 +174,7 @@ impl<B: Backing> Durability<B> {
         file.inode.data_unsynced.store(false, Ordering::Release);
         if let Err(errno) = self.base.backing.sync(&backing_file.file, data_only) {
             file.inode.data_unsynced.store(true, Ordering::Release);
-            let path = file.inode.paths().into_iter().next().unwrap_or_default();
-            self.base
-                .errors
-                .record(path, errno, "fsync of the backing failed".into());
+            self.record_sync_error(&file.inode, errno);
             return Err(errno);
         }
         self.sync_names(&file.inode)?;
@@ -189,6 +186,14 @@ impl<B: Backing> Durability<B> {
             self.tree.names.remember(&file.inode, snapshot.bytes);
         }
         Ok(())
+    }
+
+    /// Records for the status that a sync of a file's data failed.
+    fn record_sync_error(&self, inode: &Inode<B>, errno: Errno) {
+        let path = inode.paths().into_iter().next().unwrap_or_default();
+        self.base
+            .errors
+            .record(path, errno, "fsync of the backing failed".into());
     }
 
     /// Syncs all objects at or below a directory in the backing, and marks the known files there as durable, if no byte

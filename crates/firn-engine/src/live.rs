@@ -460,8 +460,7 @@ impl<B: Backing> Engine<B> {
         self.resume_nameless(&resumed.files);
         for stored in &resumed.contents.requests {
             let request = stored.entry;
-            // A cell is the place of an entry in the table. Only nodes have more than one.
-            let cell = stored.cells[0];
+            let cell = only_cell(stored);
             resumed.table.adopt_request(&request);
             result
                 .requests
@@ -477,8 +476,7 @@ impl<B: Backing> Engine<B> {
         result.bad_handles += lost_handles.len() as u64;
         for stored in &resumed.contents.handles {
             let handle = &stored.entry;
-            // A cell is the place of an entry in the table. Only nodes have more than one.
-            let cell = stored.cells[0];
+            let cell = only_cell(stored);
             if lost_handles.contains(&handle.id) {
                 continue;
             }
@@ -586,6 +584,11 @@ impl ResumedHandle {
             is_released: record.is_released,
         }
     }
+}
+
+/// Returns the only cell (place in the table) of a handle or a request. Only nodes have several cells.
+fn only_cell<T>(stored: &Stored<T>) -> u32 {
+    stored.cells[0]
 }
 
 /// Returns the time of the clock with which the kernel stamps files. It advances only at each tick of the kernel.

@@ -203,13 +203,8 @@ impl<B: Backing> Namespace<B> {
             result?;
         }
         let changes_owner = set.uid.is_some() || set.gid.is_some();
-        if (set.mode.is_some() || changes_owner)
-            && let Some(file) = self.open_files.known_file(&inode)
-        {
-            // After this change, a write may have to remove set-id bits. A client with a grant (the right to write the
-            // file directly) cannot do that, so its grant ends.
-            self.intake.end_grant(&file);
-            self.open_files.open_before_access_change(&file);
+        if set.mode.is_some() || changes_owner {
+            self.prepare_access_change(&inode);
         }
         if changes_owner {
             self.privilege_rules
@@ -228,6 +223,18 @@ impl<B: Backing> Namespace<B> {
             self.set_times(&inode, set.atime, set.mtime)?;
         }
         self.attr_of(&inode)
+    }
+
+    /// Prepares a file for a change of its owner, mode, capabilities or access list: ends the grant of a client process
+    /// (its right to write the file directly), and opens the backing's file.
+    fn prepare_access_change(&self, inode: &Inode<B>) {
+        let Some(file) = self.open_files.known_file(inode) else {
+            return;
+        };
+        // After the change, a write may have to remove set-id bits or capabilities, which a direct write cannot do.
+        self.intake.end_grant(&file);
+        // After the change, firnd may not be allowed to open the file.
+        self.open_files.open_before_access_change(&file);
     }
 
     /// Sets the length of a file, after removing the privileges that the file loses if the process `principal` changes
@@ -764,12 +771,8 @@ impl<B: Backing> Namespace<B> {
         principal: Option<&dyn Principal>,
     ) -> Result<()> {
         let inode = self.tree.inode(inode_id)?;
-        // The attribute may be a capability, which the next write must remove. A direct write could not do that, so
-        // direct access ends. The attribute may also be an access list, which may forbid a later open.
-        if let Some(file) = self.open_files.known_file(&inode) {
-            self.intake.end_grant(&file);
-            self.open_files.open_before_access_change(&file);
-        }
+        // The attribute may be a capability or an access list.
+        self.prepare_access_change(&inode);
         self.privilege_rules
             .set_xattr(&inode, name, value, flags, principal)
     }

@@ -152,13 +152,16 @@ impl<B: Backing> PrivilegeRules<B> {
         if new_mode == old_mode && !has_capabilities {
             return Ok(old_mode & SET_ID_BITS != 0);
         }
-        let mut result = Ok(());
-        if has_capabilities {
-            result = self.remove_capabilities(&object);
-        }
-        if new_mode != old_mode && result.is_ok() {
-            result = self.base.backing.set_mode(&object, new_mode);
-        }
+        let remove_privileges = || {
+            if has_capabilities {
+                self.remove_capabilities(&object)?;
+            }
+            if new_mode != old_mode {
+                self.base.backing.set_mode(&object, new_mode)?;
+            }
+            Ok(())
+        };
+        let mut result = remove_privileges();
         if result == Err(Errno::PERM) {
             // A firnd that is not root may not change mode and attributes of another user's file. But it may write to
             // the file, and then the kernel removes the privileges, even if the bytes remain the same.

@@ -234,7 +234,7 @@ impl<B: Backing> Engine<B> {
             restored,
             ..
         } = recovery;
-        // The recovery above has marked the slabs that are still needed. All other slabs are free now.
+        // The recovery above has kept the slabs of pieces that still count. The other slabs are freed.
         engine.base.arena.free_unkept_slabs(&stored);
         engine.recovered_bytes = recovered.bytes;
         let started_engine = engine.start();

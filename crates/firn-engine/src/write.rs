@@ -259,64 +259,78 @@ impl<B: Backing> Writes<B> {
         offset: u64,
         data: &[u8],
     ) -> Result<usize> {
-        let file = &handle.file;
-        // Repeated after each of three events: a slab was leased, the slab was full, or the file id had ended.
         loop {
-            let Some(lease) = lease_slot.as_mut() else {
-                if !self.lease_into(lease_slot, handle, data.len() as u64) {
-                    return Ok(0);
-                }
-                continue;
-            };
-            // The known id is tried once. If it has ended, the file's present id is read.
-            let Some(file_id) = known_id.take().or_else(|| self.file_id_for_write(file)) else {
-                lease_slot.unlocked(|| self.room.reclaim());
-                return Ok(0);
-            };
-            let Some(reserved) = lease.reserve(file_id.get(), offset, data.len() as u64) else {
-                // The slab is full. The seal ends the lease, and the next round leases another slab.
-                let full_lease = lease_slot.take().expect("the lease was just used");
-                self.base.arena.seal_slab(full_lease);
-                continue;
-            };
-            self.base.arena.fill_slab(
-                lease.slab(),
-                reserved.position,
-                &data[..reserved.len as usize],
-            );
-            let mut state = file.lock();
-            // A client process must not write the file directly during this write.
-            self.intake.revoke_grant(file, &mut state);
-            if state.pending.file_id() != Some(file_id) {
-                // The last pending bytes were drained meanwhile, so the file id ended. The next round reserves space
-                // under a new file id.
-                continue;
+            let attempt = self.try_append(handle, lease_slot, &mut known_id, offset, data)?;
+            if let Some(appended_bytes) = attempt {
+                return Ok(appended_bytes);
             }
-            if let Err(error) = state.reserve_view(offset, u64::from(reserved.len)) {
-                tracing::warn!(%error, path = %file.shown(), "no memory to store a write where programs read the file \
-                    directly; the write fails");
-                // Room in the arena would not help, so the writer must not wait for it.
-                return Err(Errno::NOSPC);
-            }
-            let extent = self.publish(&mut state, lease, file_id, offset, reserved);
-            self.intake.ingest(file, &mut state, offset, extent);
-            state.store_in_view(offset, &data[..reserved.len as usize]);
-            handle
-                .written_bytes
-                .fetch_add(u64::from(reserved.len), Ordering::Relaxed);
-            return Ok(reserved.len as usize);
         }
     }
 
-    /// Leases a slab for `len` bytes into the empty lease_slot of a handle. Returns false if the arena has no room. Otherwise
-    /// the lease_slot has a lease.
+    /// Makes one attempt of [`Self::append`]. Returns `None` if the append must be tried again, after one of three
+    /// events: a slab was leased, the slab was full, or the file id has ended. Takes `known_id`, which is tried once.
+    fn try_append(
+        &self,
+        handle: &Handle<B>,
+        lease_slot: &mut LeaseSlot<'_>,
+        known_id: &mut Option<FileId>,
+        offset: u64,
+        data: &[u8],
+    ) -> Result<Option<usize>> {
+        let file = &handle.file;
+        let Some(lease) = lease_slot.as_mut() else {
+            if !self.lease_into(lease_slot, handle, data.len() as u64) {
+                return Ok(Some(0));
+            }
+            return Ok(None);
+        };
+        // If the known id has ended, the next attempt reads the file's present id.
+        let Some(file_id) = known_id.take().or_else(|| self.file_id_for_write(file)) else {
+            lease_slot.unlocked(|| self.room.reclaim());
+            return Ok(Some(0));
+        };
+        let Some(reserved) = lease.reserve(file_id.get(), offset, data.len() as u64) else {
+            // The slab is full. The seal ends the lease, and the next attempt leases another slab.
+            let full_lease = lease_slot.take().expect("the lease was just used");
+            self.base.arena.seal_slab(full_lease);
+            return Ok(None);
+        };
+        let data = &data[..reserved.len as usize];
+        self.base
+            .arena
+            .fill_slab(lease.slab(), reserved.position, data);
+        let mut state = file.lock();
+        // A client process must not write the file directly during this write.
+        self.intake.revoke_grant(file, &mut state);
+        if state.pending.file_id() != Some(file_id) {
+            // The last pending bytes were drained meanwhile, so the file id ended. The next attempt reserves space under
+            // a new file id.
+            return Ok(None);
+        }
+        if let Err(error) = state.reserve_view(offset, u64::from(reserved.len)) {
+            tracing::warn!(%error, path = %file.shown(), "no memory to store a write where programs read the file \
+                directly; the write fails");
+            // Room in the arena would not help, so the writer must not wait for it.
+            return Err(Errno::NOSPC);
+        }
+        let extent = self.publish(&mut state, lease, file_id, offset, reserved);
+        self.intake.ingest(file, &mut state, offset, extent);
+        state.store_in_view(offset, data);
+        handle
+            .written_bytes
+            .fetch_add(u64::from(reserved.len), Ordering::Relaxed);
+        Ok(Some(data.len()))
+    }
+
+    /// Leases a slab for `len` bytes to a handle without a lease. Returns false if the arena has no room. Otherwise
+    /// `lease_slot` has a lease afterwards.
     fn lease_into(&self, lease_slot: &mut LeaseSlot<'_>, handle: &Handle<B>, len: u64) -> bool {
         let new_lease = self.room.lease_for(handle, lease_slot, len);
         if lease_slot.is_none() {
             **lease_slot = new_lease;
             return lease_slot.is_some();
         }
-        // Another write through the handle has got a lease while the lease_slot was not locked.
+        // Another write through the handle has got a lease while the lock was released.
         if let Some(unneeded_lease) = new_lease {
             self.base.arena.seal_slab(unneeded_lease);
         }
