@@ -27,8 +27,8 @@ use crate::cpu::{CpuClock, CpuUse};
 const MEASURE_EVERY: Duration = Duration::from_millis(50);
 /// If less than this fraction of all CPUs is idle, programs may want more of them.
 const IDLE_FRACTION_MIN: f64 = 0.1;
-/// If programs compute on less than this fraction of all CPUs, they have as many CPUs as they can use. Kernel time does not
-/// count, because most of it is work of the drain: kernel threads carry the data to the device.
+/// If programs compute on less than this fraction of all CPUs, they have as many CPUs as they can use. Kernel time does
+/// not count, because most of it is work of the drain: kernel threads carry the data to the device.
 const USER_FRACTION_MIN: f64 = 0.25;
 /// Maximum length of one sleep of a paced thread. After it the use of the CPUs is measured again.
 const SLEEP_MAX: Duration = Duration::from_millis(20);

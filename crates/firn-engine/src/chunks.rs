@@ -42,8 +42,8 @@ pub struct ListedPart {
     pub bytes: u64,
     /// Where the bytes are.
     pub place: PartPlace,
-    /// Position of the first byte, in bytes: from the start of the first chunk for [`PartPlace::Memory`], from the start
-    /// of the file for the spill file, a memory file or the backing. 0 for a hole.
+    /// Position of the first byte, in bytes: from the start of the first chunk for [`PartPlace::Memory`], from the
+    /// start of the file for the spill file, a memory file or the backing. 0 for a hole.
     pub at: u64,
     /// For memory and the spill file, index of the chunk. For a memory file, its number. Otherwise `None`.
     pub chunk: Option<u32>,

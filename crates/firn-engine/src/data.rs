@@ -12,9 +12,8 @@
 
 use std::ffi::OsStr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
-use firn_backing::lock::Mutex;
 use firn_backing::{Access, Attr, Backing, Caller, Errno, FileUse, KernelReads, PlacementHint};
 
 use crate::engine::Engine;
@@ -417,19 +416,8 @@ impl<B: Backing> Engine<B> {
         // A client process may write a file directly only while its handle is the only one, so its grant ends.
         self.intake.end_grant(&file);
         let size = self.intake.size_for_kernel(&file);
-        let handle = Handle {
-            id,
-            file,
-            readable: access != O_WRONLY,
-            writable,
-            lease: Mutex::new(None),
-            written_bytes: AtomicU64::new(0),
-            was_closed_by_kill: AtomicBool::new(false),
-            has_closed_descriptor: AtomicBool::new(false),
-            opener: AtomicU32::new(0),
-            is_mapped: AtomicBool::new(false),
-            mode: Mutex::new(chosen_mode),
-        };
+        let readable = access != O_WRONLY;
+        let handle = Handle::new(id, file, readable, writable, chosen_mode);
         self.open_files.handles.insert(handle);
         Opened {
             handle: id,

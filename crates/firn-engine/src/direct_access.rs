@@ -19,8 +19,8 @@
 //!   truncation revokes the grant first ([`Intake::revoke_grant`]); afterwards the client writes through the kernel.
 //! * A piece that may still grow is neither drained nor marked dead.
 //!
-//! Order of writes: each record has a *sequence* number, which its lease has reserved. These numbers are in the order of
-//! the writes: during a grant only the client writes the file, and it fills its leases one after the other.
+//! Order of writes: each record has a *sequence* number, which its lease has reserved. These numbers are in the order
+//! of the writes: during a grant only the client writes the file, and it fills its leases one after the other.
 
 use std::ops::Range;
 use std::os::fd::OwnedFd;
@@ -458,8 +458,8 @@ impl<B: Backing> DirectAccess<B> {
     /// Returns a descriptor of the memory file that has all bytes of a file. The process of the handle maps it, and its
     /// mapping shows each change of the file while the handle is open.
     ///
-    /// The memory file becomes the *view* of the file, into which each later change is stored too, until the last handle
-    /// with a mapping is released.
+    /// The memory file becomes the *view* of the file, into which each later change is stored too, until the last
+    /// handle with a mapping is released.
     ///
     /// Fails with `BadToken` if the handle is not open for reading only. Fails with `Busy` if no memory file has all
     /// bytes, or if the file is in use otherwise; the process then reads through the kernel.
@@ -503,8 +503,8 @@ impl<B: Backing> DirectAccess<B> {
     /// Tries once to make a list of the places of a file's bytes; see [`Self::list_extents`]. Returns `None` if the
     /// file changed meanwhile. Fails with `Busy` if the file has a writer, or its bytes cannot be located.
     ///
-    /// The list contains a *stamp*: the value of the file's version counter in the arena. A change of the file raises the
-    /// counter. The reader then sees another value, and does not use the list any more.
+    /// The list contains a *stamp*: the value of the file's version counter in the arena. A change of the file raises
+    /// the counter. The reader then sees another value, and does not use the list any more.
     fn try_list(
         &self,
         file: &Arc<File<B>>,

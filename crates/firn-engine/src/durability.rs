@@ -207,7 +207,8 @@ impl<B: Backing> Durability<B> {
             .iter()
             .filter(|inode| inode.kind == Kind::File)
             .collect();
-        // Names and files may be changed, and files drained, during the sync. So the state that it covers is read first.
+        // Names and files may be changed, and files drained, during the sync. So the state that it covers is read
+        // first.
         let name_change_before_sync = last_name_change();
         let snapshots: Vec<_> = files
             .iter()

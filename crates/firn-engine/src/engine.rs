@@ -116,8 +116,8 @@ impl<B: Backing> Engine<B> {
         &self.base.options
     }
 
-    /// Makes all parts of an engine; each part gets the parts below it. Fails if the root of the backing (the directory that the
-    /// mount serves) cannot be read.
+    /// Makes all parts of an engine; each part gets the parts below it. Fails if the root of the backing (the directory
+    /// that the mount serves) cannot be read.
     pub(crate) fn assemble(
         backing: B,
         arena: Arena,

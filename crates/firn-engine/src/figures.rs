@@ -1,7 +1,7 @@
 //! Statistics of the engine for the status of the mount, and of single files.
 //!
-//! Most of these numbers come from counters, so that a status does not lock each file. `firn_protocol::status` describes
-//! all of them.
+//! Most of these numbers come from counters, so that a status does not lock each file. `firn_protocol::status`
+//! describes all of them.
 //!
 //! Terms: data is *pending* while only the arena (shared memory) has it, and *drained* when the backing has it. In the
 //! status, pending data is called *held*.
@@ -39,8 +39,8 @@ pub struct FileFigures {
     pub open: bool,
     /// Whether the writers of the file closed it, have it open, or were killed.
     pub ending: Ending,
-    /// Version number of the file's bytes and length. Each change sets a number that no file of this engine has had. 0 if
-    /// the file is not open and has no byte in the arena.
+    /// Version number of the file's bytes and length. Each change sets a number that no file of this engine has had. 0
+    /// if the file is not open and has no byte in the arena.
     pub changes: u64,
 }
 

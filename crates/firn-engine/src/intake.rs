@@ -126,8 +126,8 @@ impl<B: Backing> Intake<B> {
         grant.bytes += self.make_pending(file, state, pid, &accepted);
         state.direct.restore_grant(grant);
         if let Err(error) = result {
-            tracing::warn!(wrong = %error, "a program with direct access stored an invalid record; it writes through the \
-                kernel from now on");
+            tracing::warn!(wrong = %error, "a program with direct access stored an invalid record; it writes \
+                through the kernel from now on");
             self.grants.count_error();
             self.revoke_grant(file, state);
         }
@@ -207,8 +207,8 @@ impl<B: Backing> Intake<B> {
         self.base.journal.end_file_id(state);
     }
 
-    /// Ends the oldest lease of a file: its client may not fill the leased slab (a part of the arena) any more. The bytes
-    /// that the client has published there become pending. Does nothing if the file has no lease.
+    /// Ends the oldest lease of a file: its client may not fill the leased slab (a part of the arena) any more. The
+    /// bytes that the client has published there become pending. Does nothing if the file has no lease.
     pub(crate) fn end_first_lease(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
         let Some(grant) = state
             .direct
@@ -231,8 +231,8 @@ impl<B: Backing> Intake<B> {
         }
         self.base.arena.end_client(lease);
         if let Err(error) = result {
-            tracing::warn!(wrong = %error, "a program with direct access stored an invalid record; this record and those after \
-                it are ignored");
+            tracing::warn!(wrong = %error, "a program with direct access stored an invalid record; this record \
+                and those after it are ignored");
             self.grants.count_error();
         }
     }

@@ -15,11 +15,11 @@
 //! # Modules
 //!
 //! An engine is built in layers. Most modules of the middle layers have a *part*: a struct with separate locks and
-//! methods, which refers only to parts on lines below it. [`Engine`] has all parts, and the operations that need many of
-//! them. From the top down:
+//! methods, which refers only to parts on lines below it. [`Engine`] has all parts, and the operations that need many
+//! of them. From the top down:
 //!
-//! * Operations of [`Engine`]: `data` (open, read, write, release), `sync`, `truncate`, `shared`, `recovery`, `figures`,
-//!   `chunks`
+//! * Operations of [`Engine`]: `data` (open, read, write, release), `sync`, `truncate`, `shared`, `recovery`,
+//!   `figures`, `chunks`
 //! * Parts for requests: `namespace`, `write`, `direct_access`
 //! * Parts for rules: `privilege_rules` (set-id bits and capabilities), `durability` and `partner`
 //! * `exclusive`: changes of a file during which no drain of it runs
@@ -29,7 +29,8 @@
 //! * `intake` (written bytes become pending) and `open_files`
 //! * `tree` (names and objects), `drain` (queues of files to drain) and `lost` (files that recovery did not find)
 //! * `base`: what all parts share, such as backing, arena and journal
-//! * Tables: `names`, `tables` (files and handles), `grants`, `privileges`, `claims`, `file_journal`, `errors`, `counters`
+//! * Tables: `names`, `tables` (files and handles), `grants`, `privileges`, `claims`, `file_journal`, `errors`,
+//!   `counters`
 //! * State of one file: `file` and its submodules, `cache`
 //! * Plain values: `extents`, `retry`, `options`, `api`
 

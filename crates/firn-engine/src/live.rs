@@ -11,8 +11,8 @@
 //!   ESTALE.
 //! * A number (of an inode or handle) that an earlier firnd gave to the kernel is never used for another object.
 //!
-//! Relies on: the kernel looks a path up again after ESTALE. Files that no program has open are not in the table, so the
-//! first request for such a file after a takeover gets ESTALE. The new lookup finds the same inode number.
+//! Relies on: the kernel looks a path up again after ESTALE. Files that no program has open are not in the table, so
+//! the first request for such a file after a takeover gets ESTALE. The new lookup finds the same inode number.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ffi::OsStr;
@@ -25,8 +25,8 @@ use firn_arena::live::LiveTable;
 use firn_backing::lock::Mutex;
 use firn_backing::{Attr, Backing, Errno, Kind, Time, is_below, join_path};
 use firn_format::live::{
-    Contents, FileTime, Handle, Node, ObjectIdentity, PathSum, Request, ServedBy, Stored,
-    UndoneScope,
+    Contents, FileTime, Handle as HandleRecord, Node, ObjectIdentity, PathSum, Request, ServedBy,
+    Stored, UndoneScope,
 };
 
 use crate::data::O_ACCMODE;
@@ -104,9 +104,9 @@ pub struct ResumedRequest {
 }
 
 impl Resumed {
-    /// Makes programs lose the files of transactions that are about to be aborted, because their firnd died. `scopes` are
-    /// the paths of these files and directories. `checkpoint_keys` name the checkpoints of commit rules among them; all
-    /// files of a checkpoint have its key.
+    /// Makes programs lose the files of transactions that are about to be aborted, because their firnd died. `scopes`
+    /// are the paths of these files and directories. `checkpoint_keys` name the checkpoints of commit rules among them;
+    /// all files of a checkpoint have its key.
     ///
     /// Records each path and key in the live table (the file that outlives firnd), so that programs can be informed.
     /// Removes the handles that may write there or read uncommitted bytes.
@@ -136,7 +136,7 @@ impl Resumed {
 
     /// Abandons the handles for which `is_lost` is true: their programs get EIO, instead of continuing without the lost
     /// data.
-    pub fn abandon_handles(&self, is_lost: impl Fn(&Handle) -> bool) {
+    pub fn abandon_handles(&self, is_lost: impl Fn(&HandleRecord) -> bool) {
         let mut losses = self.losses.lock();
         for stored in &self.contents.handles {
             if is_lost(&stored.entry) && losses.handles.insert(stored.entry.id) {
@@ -151,7 +151,7 @@ const PATH_DEPTH_MAX: usize = 2048;
 
 /// Returns whether the bytes that a handle writes or shows may belong to an aborted transaction: the handle is open for
 /// writing, or its file is read from a memory file.
-fn has_uncommitted_bytes(handle: &Handle) -> bool {
+fn has_uncommitted_bytes(handle: &HandleRecord) -> bool {
     let writes = handle.flags & O_ACCMODE != 0;
     handle.served_by != ServedBy::Directory && (writes || handle.view.is_some())
 }
@@ -338,12 +338,12 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Records a handle of a file in the live table, which a next firnd reads, before the kernel gets the handle. Does
-    /// nothing if the mount has no table. `unique` is the kernel's number of the request. `backing_id` is the number of
+    /// nothing if the mount has no table. `request_id` is the kernel's number of the request. `backing_id` is the number of
     /// the file that the kernel reads itself for this handle (passthrough), if there is one.
     pub fn record_open_handle(
         &self,
         id: HandleId,
-        unique: u64,
+        request_id: u64,
         flags: i32,
         backing_id: Option<i32>,
     ) {
@@ -364,10 +364,10 @@ impl<B: Backing> Engine<B> {
             None
         };
         let inode = &handle.file.inode;
-        let record = Handle {
+        let record = HandleRecord {
             id: id.0,
             node: inode.id.0,
-            unique,
+            unique: request_id,
             flags,
             served_by,
             view: view_number,
@@ -378,15 +378,15 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Records a handle of a directory in the live table, which a next firnd reads, before the kernel gets the handle.
-    /// Does nothing if the mount has no table. `unique` is the kernel's number of the request.
-    pub fn record_open_directory(&self, id: HandleId, inode_id: InodeId, unique: u64) {
+    /// Does nothing if the mount has no table. `request_id` is the kernel's number of the request.
+    pub fn record_open_directory(&self, id: HandleId, inode_id: InodeId, request_id: u64) {
         let (Some(live), Ok(inode)) = (self.live(), self.tree.inode(inode_id)) else {
             return;
         };
-        let record = Handle {
+        let record = HandleRecord {
             id: id.0,
             node: inode.id.0,
-            unique,
+            unique: request_id,
             flags: 0,
             served_by: ServedBy::Directory,
             view: None,
@@ -397,15 +397,19 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Records in the live table a request that must not take effect twice: if firnd dies before the answer, the next
-    /// firnd compares the record with the backing. The record is removed when the result is dropped. `unique` is the
+    /// firnd compares the record with the backing. The record is removed when the result is dropped. `request_id` is the
     /// kernel's number of the request.
     ///
     /// Returns `None` if the mount has no live table (the file that a next firnd reads), or if the table is full.
-    pub fn record_request(&self, unique: u64, objects: RequestObjects) -> Option<RecordedRequest> {
+    pub fn record_request(
+        &self,
+        request_id: u64,
+        objects: RequestObjects,
+    ) -> Option<RecordedRequest> {
         let table = self.live()?;
         let live_node = objects.node.and_then(|id| self.live_node_of(id));
         let request = Request {
-            unique,
+            unique: request_id,
             began: file_clock_now(),
             subject: objects.subject,
             other: objects.other,
@@ -497,7 +501,7 @@ impl<B: Backing> Engine<B> {
 
     /// Restores a handle of a file or a directory under the number that the kernel knows. Fails if its inode or memory
     /// file was not restored.
-    fn resume_handle(&self, record: &Handle) -> Result<()> {
+    fn resume_handle(&self, record: &HandleRecord) -> Result<()> {
         let inode = self.tree.inode(InodeId(record.node))?;
         let mode = match record.served_by {
             ServedBy::Engine => OpenMode::Engine,
@@ -525,7 +529,7 @@ impl<B: Backing> Engine<B> {
     /// through the handle, and this memory file is gone.
     fn resume_file_handle(
         &self,
-        record: &Handle,
+        record: &HandleRecord,
         inode: &Arc<Inode<B>>,
         mode: OpenMode,
     ) -> Result<()> {
@@ -575,7 +579,7 @@ impl<B: Backing> Engine<B> {
 }
 
 impl ResumedHandle {
-    fn from_record(record: &Handle) -> Self {
+    fn from_record(record: &HandleRecord) -> Self {
         Self {
             id: HandleId(record.id),
             inode: InodeId(record.node),
@@ -657,10 +661,11 @@ impl<'a, B: Backing> NodeRestorer<'a, B> {
     }
 
     /// Restores a node (an inode of an earlier firnd) from its one or two records in the live table. There are two if a
-    /// rename was under way. Then the name that leads to the node in the backing counts, and the other record is removed.
+    /// rename was under way. Then the name that leads to the node in the backing counts, and the other record is
+    /// removed.
     ///
-    /// Returns `None` if no directory of the node can be restored; then all its records are removed. Also returns `None`
-    /// if the table is damaged: the record has an unknown kind of object.
+    /// Returns `None` if no directory of the node can be restored; then all its records are removed. Also returns
+    /// `None` if the table is damaged: the record has an unknown kind of object.
     fn restore_from(&mut self, records: &[&Stored<Node>]) -> Option<Arc<Inode<B>>> {
         let mut candidates = Vec::new();
         for record in records {
@@ -773,8 +778,8 @@ mod tests {
         }
     }
 
-    fn handle(id: u64, node: u64, flags: i32) -> Handle {
-        Handle {
+    fn handle(id: u64, node: u64, flags: i32) -> HandleRecord {
+        HandleRecord {
             id,
             node,
             unique: id,

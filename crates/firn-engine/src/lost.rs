@@ -94,8 +94,8 @@ impl<B: Backing> LostFiles<B> {
             .collect()
     }
 
-    /// Reads the retained bytes of the lost file with this file id. Calls `on_bytes` with the offset and the bytes of one
-    /// range after the other, in ascending order. Bytes that were drained before the loss are left out.
+    /// Reads the retained bytes of the lost file with this file id. Calls `on_bytes` with the offset and the bytes of
+    /// one range after the other, in ascending order. Bytes that were drained before the loss are left out.
     ///
     /// Does nothing if there is no such lost file. Returns the first error of `on_bytes` or of a read.
     pub fn read<E: From<Errno>>(
@@ -124,8 +124,8 @@ impl<B: Backing> LostFiles<B> {
         Ok(())
     }
 
-    /// Discards the retained bytes of the lost file with this file id permanently. Does nothing if there is no such lost
-    /// file.
+    /// Discards the retained bytes of the lost file with this file id permanently. Does nothing if there is no such
+    /// lost file.
     pub fn discard(&self, file_id: u64) {
         let Base {
             arena,

@@ -10,8 +10,8 @@
 //! * The next firnd accepts a descriptor only if it belongs to the object that the live table records.
 //! * Bytes that were pending when firnd died are pending again: recovery finds the file by its identity.
 //!
-//! Race: if a file is opened while its last name is being removed, the keeper gets the descriptor only after the removal.
-//! If firnd dies in between, the file is lost.
+//! Race: if a file is opened while its last name is being removed, the keeper gets the descriptor only after the
+//! removal. If firnd dies in between, the file is lost.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

@@ -14,8 +14,8 @@
 //!   forgotten the directories above it.
 //! * An inode has the object's number in the backing, if that number is free and usable.
 //! * Before an object loses its last known name, it is opened permanently.
-//! * Entries of dropped inodes are removed from the tables when the table by key has 1024 entries, and later whenever it
-//!   has twice as many as after the last removal.
+//! * Entries of dropped inodes are removed from the tables when the table by key has 1024 entries, and later whenever
+//!   it has twice as many as after the last removal.
 //!
 //! The kernel may know more inodes than a process may have descriptors. So only the objects of recently used inodes are
 //! open ([`Objects`]). Any other object is looked up by a name at its next use.
@@ -578,8 +578,8 @@ impl<B: Backing> Names<B> {
     }
 
     /// Makes the tables of inodes with the root only; `root_object` is its object in the backing. `objects_max` bounds
-    /// the number of open objects, not counting those that must remain open. `names_unsynced` says that an earlier firnd
-    /// may have made names without a sync.
+    /// the number of open objects, not counting those that must remain open. `names_unsynced` says that an earlier
+    /// firnd may have made names without a sync.
     pub(crate) fn new(
         root_object: B::Inode,
         attr: &Attr,

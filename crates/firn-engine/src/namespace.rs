@@ -137,9 +137,9 @@ impl<B: Backing> Namespace<B> {
         self.add_pending_data(inode, attr)
     }
 
-    /// Returns the attributes of an object with its pending data (bytes that only the arena has) counted in. `attr_before`
-    /// are the backing's attributes. They are returned if the object is not a file that is open or has bytes in the
-    /// arena. For such a file, the attributes are read again, and changes that they show are recorded.
+    /// Returns the attributes of an object with its pending data (bytes that only the arena has) counted in.
+    /// `attr_before` are the backing's attributes. They are returned if the object is not a file that is open or has
+    /// bytes in the arena. For such a file, the attributes are read again, and changes that they show are recorded.
     fn add_pending_data(&self, inode: &Arc<Inode<B>>, attr_before: Attr) -> Result<Attr> {
         if inode.kind != Kind::File {
             return Ok(attr_before);
@@ -156,8 +156,8 @@ impl<B: Backing> Namespace<B> {
         // The lock is released, because the next steps call the backing.
         drop(state);
         let object = self.tree.object(inode)?;
-        // The attributes are read after the pending data. In the other order, bytes that are drained in between would be
-        // missing in both, and the file would look too short.
+        // The attributes are read after the pending data. In the other order, bytes that are drained in between would
+        // be missing in both, and the file would look too short.
         let mut attr = self.base.backing.attr(&object)?;
         // The call of the backing may have shown changes by other hosts, or set-id bits that the file got.
         self.kernel_cache.record_changes_by_others(inode, &object);
@@ -180,8 +180,8 @@ impl<B: Backing> Namespace<B> {
     /// Sets attributes in the order length, owner, mode, times, and returns all attributes. After an error, the
     /// attributes before the failed one are set.
     ///
-    /// `principal` is the process that makes the change, if the change removes set-id bits and capabilities (privileges)
-    /// of the object.
+    /// `principal` is the process that makes the change, if the change removes set-id bits and capabilities
+    /// (privileges) of the object.
     pub fn set_attr(
         &self,
         inode_id: InodeId,
@@ -266,8 +266,9 @@ impl<B: Backing> Namespace<B> {
         Ok(())
     }
 
-    /// Sets times in the backing. If the file has pending data (bytes that only the arena has), also replaces its pending
-    /// modification time, which the drain of the last byte will set. If the backing refuses, restores the pending time.
+    /// Sets times in the backing. If the file has pending data (bytes that only the arena has), also replaces its
+    /// pending modification time, which the drain of the last byte will set. If the backing refuses, restores the
+    /// pending time.
     fn change_times(&self, inode: &Arc<Inode<B>>, atime: SetTime, mtime: SetTime) -> Result<()> {
         let Some(file) = self.open_files.known_file(inode) else {
             return self
@@ -287,7 +288,8 @@ impl<B: Backing> Namespace<B> {
             .and_then(|object| self.base.backing.set_times(&object, atime, mtime));
         let mut state = file.lock();
         if result.is_ok() {
-            // The cached bytes remain valid: this call changed the times, and not a program that does not use the mount.
+            // The cached bytes remain valid: this call changed the times, and not a program that does not use the
+            // mount.
             state.cache.accept_backing_state();
         }
         // If a program wrote in the meantime, the pending time is that of the write, and must remain.
@@ -581,8 +583,8 @@ impl<B: Backing> Namespace<B> {
             !state.opens.is_empty()
         };
         if is_open {
-            // Programs still use the file. The keeper (the process that starts the next firnd) gets a descriptor, so that
-            // they can use it after firnd dies, too.
+            // Programs still use the file. The keeper (the process that starts the next firnd) gets a descriptor, so
+            // that they can use it after firnd dies, too.
             self.open_files.open_and_send_to_keeper(file);
             return;
         }
@@ -823,15 +825,15 @@ impl<B: Backing> Namespace<B> {
         self.base.backing.statfs()
     }
 
-    /// Drops the names at or below `path` that no longer lead to their inodes. Called after names changed in the backing
-    /// although the kernel requested no change, for example because a transaction was aborted.
+    /// Drops the names at or below `path` that no longer lead to their inodes. Called after names changed in the
+    /// backing although the kernel requested no change, for example because a transaction was aborted.
     ///
     /// Returns the dropped names, then all inodes at or below `path`. The caller must make the kernel drop its cached
     /// data of these, in this order, so that no program finds new attributes under an old name.
     pub fn revalidate_names(&self, path: &[u8]) -> Vec<Cached> {
         let _path_claim = self.tree.claims.claim_change(|| vec![path.to_vec()]);
-        // Counted before the inodes are listed. A thread that looked up an old name, and adds it only after the list was
-        // made, then sees another count and looks the name up again.
+        // Counted before the inodes are listed. A thread that looked up an old name, and adds it only after the list
+        // was made, then sees another count and looks the name up again.
         self.tree.names.record_backing_name_change();
         let mut invalidations = Vec::new();
         let mut inodes = Vec::new();

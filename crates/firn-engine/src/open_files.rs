@@ -144,8 +144,8 @@ impl<B: Backing> OpenFiles<B> {
         self.base.backing.open(&object, access)
     }
 
-    /// Opens the backing's file before a change of its mode or access list. After the change, firnd may have no right to
-    /// open it for a drain or for a program that has the file open.
+    /// Opens the backing's file before a change of its mode or access list. After the change, firnd may have no right
+    /// to open it for a drain or for a program that has the file open.
     pub(crate) fn open_before_access_change(&self, file: &File<B>) {
         let needs_writer = {
             let state = file.lock();

@@ -237,8 +237,8 @@ impl<B: Backing> PrivilegeRules<B> {
         self.base.backing.set_mode(&object, new_mode)
     }
 
-    /// Sets the mode, as chmod(2) by the process `principal` does. A set-group-id bit without group execute is cleared if
-    /// the process may not keep it.
+    /// Sets the mode, as chmod(2) by the process `principal` does. A set-group-id bit without group execute is cleared
+    /// if the process may not keep it.
     ///
     /// The kernel also requests a mode here for other changes than chmod(2). Such a mode may have the bit although the
     /// process may not keep it.

@@ -32,8 +32,8 @@ struct ReadAttempt {
     bytes: u64,
     /// The counters of changes before bytes of the backing were read; `None` if all bytes came from the arena.
     counters_before: Option<ChangeCounters>,
-    /// Whether the backing's file ended before pending bytes of a higher offset, so that the attempt filled the gap with
-    /// zeros.
+    /// Whether the backing's file ended before pending bytes of a higher offset, so that the attempt filled the gap
+    /// with zeros.
     has_zero_filled_gap: bool,
 }
 
@@ -107,8 +107,8 @@ impl<B: Backing> Reads<B> {
     /// Returns whether one attempt of a read returned the file as it was at one moment. If the attempt may have read in
     /// the middle of a truncation, waits for its end and returns false.
     ///
-    /// An attempt reads the backing after the pending bytes, which only the arena has. If the file was truncated, written
-    /// again and partly drained in between, the attempt has seen holes of the backing that the file never had.
+    /// An attempt reads the backing after the pending bytes, which only the arena has. If the file was truncated,
+    /// written again and partly drained in between, the attempt has seen holes of the backing that the file never had.
     fn is_consistent(&self, file: &Arc<File<B>>, attempt: &ReadAttempt) -> bool {
         let Some(before) = attempt.counters_before else {
             return true;
@@ -127,8 +127,8 @@ impl<B: Backing> Reads<B> {
         state.changes == before.changes || state.drain.backing_changes() == before.backing_changes
     }
 
-    /// Makes one attempt of a read: reads the bytes in the arena (shared memory) under the file's lock, and the gaps from
-    /// the backing without it. The caller checks the counters in the result for changes meanwhile.
+    /// Makes one attempt of a read: reads the bytes in the arena (shared memory) under the file's lock, and the gaps
+    /// from the backing without it. The caller checks the counters in the result for changes meanwhile.
     fn read_once(&self, file: &Arc<File<B>>, offset: u64, buf: &mut [u8]) -> Result<ReadAttempt> {
         let end = offset.saturating_add(buf.len() as u64).min(i64::MAX as u64);
         let mut attempt = ReadAttempt::default();

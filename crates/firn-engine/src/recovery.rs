@@ -282,8 +282,8 @@ struct Recovery<'a, B: Backing> {
 }
 
 impl<B: Backing> Recovery<'_, B> {
-    /// Recovers each file that has a file id in the journal, except for the `dropped` ones of ended transactions. Pieces
-    /// (recorded appends) without such a file are retained as data of lost files.
+    /// Recovers each file that has a file id in the journal, except for the `dropped` ones of ended transactions.
+    /// Pieces (recorded appends) without such a file are retained as data of lost files.
     fn recover_files(&mut self, replay: &Replay, dropped: &BTreeSet<u64>, stored: &[StoredPiece]) {
         let mut pieces_by_file: BTreeMap<u64, Vec<StoredPiece>> = BTreeMap::new();
         for piece in stored {
@@ -375,8 +375,8 @@ impl<B: Backing> Recovery<'_, B> {
             return self.retain_lost_file(describe_lost_file(id, known, reason), layers);
         }
         if is_all_drained && let Some(mtime) = last_write.mtime {
-            // The earlier firnd may have died before it set the file's time. If the backing refuses the time, that of the
-            // drain remains.
+            // The earlier firnd may have died before it set the file's time. If the backing refuses the time, that of
+            // the drain remains.
             let _ = self.set_mtime(&inode, mtime);
         }
         self.restore_pending(id, known, &inode, layers, last_write);

@@ -121,8 +121,8 @@ impl<B: Backing> Namespace<B> {
         target.is_ok_and(|target| target == requested_target.as_encoded_bytes())
     }
 
-    /// Sets owner and mode of an object that an earlier firnd made, because it may have died before it set them. An error
-    /// is only logged.
+    /// Sets owner and mode of an object that an earlier firnd made, because it may have died before it set them. An
+    /// error is only logged.
     fn finish_owner_and_mode(&self, entry: &Entry, creation: Creation<'_>) {
         let caller = creation.caller;
         // Only root can set the owner of an object. Any other firnd makes all objects for its own user.
@@ -245,8 +245,8 @@ impl<B: Backing> Namespace<B> {
             && self.leads_to_object(to.dir, to.name, &moved_object)
     }
 
-    /// Updates the tables of names after a rename in the backing that an earlier firnd made. The tables may still have the
-    /// moved inode under its old name, or already under the new one, because recovery has found it there.
+    /// Updates the tables of names after a rename in the backing that an earlier firnd made. The tables may still have
+    /// the moved inode under its old name, or already under the new one, because recovery has found it there.
     fn record_earlier_rename(&self, from: DirName<'_, B>, to: DirName<'_, B>, is_exchange: bool) {
         let names = &self.tree.names;
         let moved = names.child(from.dir.id, from.name);

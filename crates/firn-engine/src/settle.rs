@@ -2,15 +2,15 @@
 //! memory with all bytes of one large file, in their order. To *settle* a file is to copy it there.
 //!
 //! A thread calls [`Room::settle_step`](crate::Room::settle_step) until it is idle; each call copies one *chunk*, the
-//! unit of the arena (the shared memory for written data). The copy of pending bytes is a new *piece* (a recorded append
-//! of bytes), which lies in the memory file. It is published before the older pieces are marked as dead. After a crash
-//! in between, new and old pieces have the same bytes, and recovery uses the new one.
+//! unit of the arena (the shared memory for written data). The copy of pending bytes is a new *piece* (a recorded
+//! append of bytes), which lies in the memory file. It is published before the older pieces are marked as dead. After a
+//! crash in between, new and old pieces have the same bytes, and recovery uses the new one.
 //!
 //! Promises
 //! * A file is settled only while it has no writer and no drain, no program waits for it, and no list of its chunks
 //!   is held.
-//! * Settling needs one chunk of memory in addition to the file. A part of the slots (the places for one chunk in memory)
-//!   remains free for writers.
+//! * Settling needs one chunk of memory in addition to the file. A part of the slots (the places for one chunk in
+//!   memory) remains free for writers.
 //! * Settling does not change the file's bytes, times and count of changes.
 
 mod step;

@@ -1,7 +1,8 @@
 //! Files that programs of several hosts share under file locks.
 //!
-//! The holder of a lock must see all writes of the last holder, which may be on another host. So a host that gets a lock
-//! calls [`Engine::read_published_changes`], and a host calls [`Engine::publish_writes`] before it releases a lock.
+//! The holder of a lock must see all writes of the last holder, which may be on another host. So a host that gets a
+//! lock calls [`Engine::read_published_changes`], and a host calls [`Engine::publish_writes`] before it releases a
+//! lock.
 //!
 //! Promise: bytes that are appended here are in the backing (the directory that all hosts share) when the append
 //! returns. Otherwise a host that dies would write them only after its restart, and so over newer bytes of other hosts.
@@ -52,8 +53,8 @@ impl<B: Backing> Engine<B> {
         Ok(())
     }
 
-    /// Appends bytes to a file in the backing, and makes them visible to other hosts. Returns their position and number.
-    /// The caller holds the lock of the file's end, so no other host appends meanwhile.
+    /// Appends bytes to a file in the backing, and makes them visible to other hosts. Returns their position and
+    /// number. The caller holds the lock of the file's end, so no other host appends meanwhile.
     ///
     /// Only as many bytes are written as fit into a file of `size_max` bytes. Fails with EFBIG if no byte fits. If an
     /// earlier drain failed, and no program has got its error yet, fails with that error.

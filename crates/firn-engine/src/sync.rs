@@ -28,8 +28,8 @@ impl<B: Backing> Engine<B> {
             Ok(handle) => handle,
             Err(errno) => return done(Err(errno)),
         };
-        // A normal close clears the mark of an earlier close by a killed process: the last close decides whether the file
-        // is complete. The mark itself was set before this call, by `record_killed_closer`.
+        // A normal close clears the mark of an earlier close by a killed process: the last close decides whether the
+        // file is complete. The mark itself was set before this call, by `record_killed_closer`.
         if closing != Closing::Killed {
             handle.was_closed_by_kill.store(false, Ordering::Release);
         }
@@ -105,7 +105,8 @@ impl<B: Backing> Engine<B> {
     /// [`Engine::flush`] is done.
     ///
     /// Only the close by the process that opened the handle counts. The file is finished at the close of its last
-    /// writer: each handle is counted as closing once, so of several writers that close at once, the last one gets true.
+    /// writer: each handle is counted as closing once, so of several writers that close at once, the last one gets
+    /// true.
     pub fn finishes_file(&self, handle_id: HandleId, is_opener: &dyn Fn(u32) -> bool) -> bool {
         if !self.base.backing.features().finishes_files
             || self.base.options.close == ClosePolicy::Held

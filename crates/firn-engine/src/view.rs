@@ -222,8 +222,8 @@ impl<B: Backing> Engine<B> {
         Ok(())
     }
 
-    /// Returns the bytes that programs have stored to their mappings in the range `window` of a file. These are the bytes
-    /// in which the view (the memory file that the programs map) differs from the file.
+    /// Returns the bytes that programs have stored to their mappings in the range `window` of a file. These are the
+    /// bytes in which the view (the memory file that the programs map) differs from the file.
     ///
     /// No drain (write of pending bytes to the backing) runs meanwhile. A drain could read a page before a store to it,
     /// and mark the page clean after this comparison.

@@ -141,8 +141,8 @@ impl<B: Backing> Writes<B> {
         }
     }
 
-    /// Returns whether a write up to offset `end` may block for long: it calls the backing, or waits for another thread,
-    /// before its bytes are accepted.
+    /// Returns whether a write up to offset `end` may block for long: it calls the backing, or waits for another
+    /// thread, before its bytes are accepted.
     pub fn can_write_wait(
         &self,
         handle_id: HandleId,
@@ -158,8 +158,8 @@ impl<B: Backing> Writes<B> {
         };
         let state = handle.file.lock();
         let needs_file_id = state.pending.file_id().is_none() && !state.unlinked;
-        // The epoch grows when any file may get privileges. A file was seen without privileges in one epoch, and may have
-        // some in each later one.
+        // The epoch grows when any file may get privileges. A file was seen without privileges in one epoch, and may
+        // have some in each later one.
         let may_have_privileges = state.unprivileged_epoch != self.privileges.epoch();
         drop(state);
         if principal.is_some() && may_have_privileges {
@@ -303,8 +303,8 @@ impl<B: Backing> Writes<B> {
         // A client process must not write the file directly during this write.
         self.intake.revoke_grant(file, &mut state);
         if state.pending.file_id() != Some(file_id) {
-            // The last pending bytes were drained meanwhile, so the file id ended. The next attempt reserves space under
-            // a new file id.
+            // The last pending bytes were drained meanwhile, so the file id ended. The next attempt reserves space
+            // under a new file id.
             return Ok(None);
         }
         if let Err(error) = state.reserve_view(offset, u64::from(reserved.len)) {

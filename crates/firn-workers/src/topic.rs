@@ -20,14 +20,14 @@ pub struct Topic {
 
 /// Tasks that wait for a thread, and tasks that wait for other tasks of their topic.
 ///
-/// A task is *admitted* if it waits in `ready` for any free thread, or runs. The first admitted task of a topic needs no
-/// permission. Each *extra* task, admitted beside another one of its topic, needs one of [`EXTRA_TASKS_MAX`] slots.
+/// A task is *admitted* if it waits in `ready` for any free thread, or runs. The first admitted task of a topic needs
+/// no permission. Each *extra* task, admitted beside another one of its topic, needs one of [`EXTRA_TASKS_MAX`] slots.
 ///
 /// Invariants
 /// * `extra_tasks` is the sum of `admitted - 1` over all topics, and at most [`EXTRA_TASKS_MAX`]. So if there are
 ///   [`EXTRA_TASKS_MAX`] more threads than topics, the first task of a topic always finds a thread.
-/// * A task is not admitted only if its topic has [`TOPIC_TASKS_MAX`] admitted tasks, or if all slots are in use. In the
-///   second case, the topic waits in `topics_waiting_for_slot`.
+/// * A task is not admitted only if its topic has [`TOPIC_TASKS_MAX`] admitted tasks, or if all slots are in use. In
+///   the second case, the topic waits in `topics_waiting_for_slot`.
 #[derive(Default)]
 pub(crate) struct Queue {
     /// Admitted tasks that have no thread yet.
@@ -126,8 +126,8 @@ impl Queue {
     /// Records that a task ended, and starts tasks that waited for it. `topic` is the object on which the task could
     /// hang; the end of a task without a topic starts no other task.
     ///
-    /// All admitted tasks of a topic, except for one, are *extra* tasks. Their number over all topics is limited, so the
-    /// end of an extra task lets a topic that waits for this limit admit one.
+    /// All admitted tasks of a topic, except for one, are *extra* tasks. Their number over all topics is limited, so
+    /// the end of an extra task lets a topic that waits for this limit admit one.
     pub(crate) fn end_task(&mut self, topic: Option<Topic>) {
         let Some(topic) = topic else { return };
         let tasks = self

@@ -277,8 +277,8 @@ impl<T> Turns<T> {
         }
     }
 
-    /// Takes the next file to write. If the file of the present turn is in line again, returns this file. Otherwise ends
-    /// the turn and begins the next one. During its turn, a file is the only one that is written.
+    /// Takes the next file to write. If the file of the present turn is in line again, returns this file. Otherwise
+    /// ends the turn and begins the next one. During its turn, a file is the only one that is written.
     ///
     /// Returns `None` if no file is in line, or if writes of the present turn must end first. `runs` says whether such
     /// writes are under way.

@@ -212,8 +212,8 @@ impl<B: Backing> Drainer<B> {
         {
             return false;
         }
-        // Older pieces (recorded appends) die first. So a crash in between never leaves an older piece without the newer
-        // one that covers it: a recovery would write the old bytes over drained ones.
+        // Older pieces (recorded appends) die first. So a crash in between never leaves an older piece without the
+        // newer one that covers it: a recovery would write the old bytes over drained ones.
         drained.sort_by_key(|(_, extent)| extent.sequence);
         let drained_bytes: u64 = drained.iter().map(|(_, extent)| extent.len).sum();
         if drained_bytes == state.pending.bytes() {
@@ -268,8 +268,8 @@ impl<B: Backing> Drainer<B> {
     }
 
     /// Lets the journal forget those drained ranges of a file that are older than each pending byte. A drained range is
-    /// a journal record: bytes of appends up to a sequence are in the backing. Without this call, a file that always has
-    /// pending bytes would fill the journal.
+    /// a journal record: bytes of appends up to a sequence are in the backing. Without this call, a file that always
+    /// has pending bytes would fill the journal.
     fn forget_drained_ranges(&self, state: &mut FileState<B>) {
         let pending = &mut state.pending;
         // The search for the oldest sequence reads all extents, so it is made only once in many drains.
@@ -293,11 +293,11 @@ impl<B: Backing> Drainer<B> {
     }
 
     /// Returns the waiters whose bytes are not pending any more. The caller calls them with no lock held. This function
-    /// runs after each change of the pending bytes (those that are not in the backing). If none is left, it also sets the
-    /// file's time in the backing and ends the file id (its number in the journal).
+    /// runs after each change of the pending bytes (those that are not in the backing). If none is left, it also sets
+    /// the file's time in the backing and ends the file id (its number in the journal).
     ///
-    /// The file's lock is released while the time is being set. If another thread calls this function meanwhile, it gets
-    /// no waiters, and the first thread gets all of them.
+    /// The file's lock is released while the time is being set. If another thread calls this function meanwhile, it
+    /// gets no waiters, and the first thread gets all of them.
     pub(crate) fn finish_drained(
         &self,
         file: &Arc<File<B>>,

@@ -255,8 +255,8 @@ impl Pending {
         }
     }
 
-    /// Removes a piece without pending bytes, and marks its record as dead. Stores the time of the last write in another
-    /// piece if this record may be the only one with that time.
+    /// Removes a piece without pending bytes, and marks its record as dead. Stores the time of the last write in
+    /// another piece if this record may be the only one with that time.
     fn remove_dead_piece(&mut self, arena: &Arena, piece: PieceRef) {
         self.pieces.remove(&piece);
         if self.tail == Some(piece) {

@@ -74,8 +74,9 @@ impl<B: Backing> Room<B> {
         self.settle.wake();
     }
 
-    /// Copies the next chunk of a large closed file into a memory file, from which the kernel can read the whole file. If
-    /// no file is being copied, begins the next one. If no file can be copied now, the result says when to call again.
+    /// Copies the next chunk of a large closed file into a memory file, from which the kernel can read the whole file.
+    /// If no file is being copied, begins the next one. If no file can be copied now, the result says when to call
+    /// again.
     pub fn settle_step(&self) -> SettleStep {
         let task = self.settle.task.lock().take();
         let Some(mut task) = task.or_else(|| self.start_next_task()) else {

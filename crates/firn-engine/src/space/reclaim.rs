@@ -124,9 +124,9 @@ impl<B: Backing> Room<B> {
         }
     }
 
-    /// Begins to make space in the arena: frees unused slabs (parts of the arena), and requests a drain of the file with
-    /// the most pending bytes. If no file can be drained and there is no space, waiting writers get the error of the
-    /// last failed drain. While a drain is under way, does nothing, because that drain makes space.
+    /// Begins to make space in the arena: frees unused slabs (parts of the arena), and requests a drain of the file
+    /// with the most pending bytes. If no file can be drained and there is no space, waiting writers get the error of
+    /// the last failed drain. While a drain is under way, does nothing, because that drain makes space.
     pub(crate) fn reclaim(&self) {
         if self.drain.is_busy() {
             return;
@@ -136,18 +136,26 @@ impl<B: Backing> Room<B> {
         if self.base.options.drain == DrainPolicy::Demand {
             return self.reclaim_on_demand();
         }
-        let choice = self.choose_file_to_drain();
+        let DrainChoice {
+            largest,
+            last_error,
+        } = self.choose_file_to_drain();
         // A slab that a writer may still fill is not freed by a drain of its bytes.
-        self.seal_leases_of(choice.largest.as_ref());
-        if let Some(file) = choice.largest {
-            let mut state = file.lock();
-            self.drain.force(&file, &mut state);
-        } else if !self.space.waiters.has_freed()
-            && !self.space.schedule_wake_if_room(&self.base.arena)
-        {
-            // There is no space, and each file with pending bytes waits for its retry.
-            self.fail_waiting_writers(choice.last_error.unwrap_or(Errno::NOSPC));
-        }
+        self.seal_leases_of(largest.as_ref());
+        let Some(file) = largest else {
+            // No file can be drained: each file with pending bytes waits for its retry.
+            if !self.has_room_for_waiters() {
+                self.fail_waiting_writers(last_error.unwrap_or(Errno::NOSPC));
+            }
+            return;
+        };
+        let mut state = file.lock();
+        self.drain.force(&file, &mut state);
+    }
+
+    /// Returns whether space was freed or there is space now. In both cases, waiting writers are called back soon.
+    fn has_room_for_waiters(&self) -> bool {
+        self.space.waiters.has_freed() || self.space.schedule_wake_if_room(&self.base.arena)
     }
 
     /// Chooses the file with the most pending bytes (not in the backing yet), of those that can be drained now.
@@ -196,7 +204,7 @@ impl<B: Backing> Room<B> {
     fn reclaim_on_demand(&self) {
         self.seal_leases_of(None);
         self.evict_for(Class::Small);
-        if !self.space.waiters.has_freed() && !self.space.schedule_wake_if_room(&self.base.arena) {
+        if !self.has_room_for_waiters() {
             self.fail_waiting_writers(Errno::NOSPC);
         }
     }

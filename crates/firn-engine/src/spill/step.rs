@@ -31,8 +31,8 @@ impl<B: Backing> Room<B> {
         slots.min(count - 1)
     }
 
-    /// Moves a chunk (a unit of the arena's memory) to the spill file on a local disk if memory is short. If no chunk can
-    /// move now, the result says when to call again.
+    /// Moves a chunk (a unit of the arena's memory) to the spill file on a local disk if memory is short. If no chunk
+    /// can move now, the result says when to call again.
     pub fn spill_step(&self) -> SpillStep {
         // The mount has no spill file.
         if self.base.arena.spill_figures().is_none() {
