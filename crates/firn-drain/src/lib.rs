@@ -10,8 +10,8 @@
 //! The option `drain-cpu` limits the CPU time of drains that no caller waits for (`pacer::Pacer`).
 //!
 //! Several hosts can ensure that only one of them writes to a lane at a time (`firn_hosts::tokens`): each lane has a
-//! *token*, which one host holds. A thread begins its use of the token before it picks a job (a range of a file), and
-//! ends the use after it has completed the job.
+//! *token*, which one host holds. A thread begins its use of the token before it picks a job (a range of a file). It
+//! ends the use after the job is completed.
 //!
 //! Rule: a thread never waits between `pick` and `execute`, because a picked range blocks a truncation of its file.
 

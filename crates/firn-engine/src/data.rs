@@ -253,7 +253,7 @@ impl<B: Backing> Engine<B> {
     /// the kernel from its page cache, or the engine. The kernel allows only one mode for all handles of an inode, so
     /// the other handles of the file limit the facts.
     ///
-    /// The facts may be older than `state`, so the conditions are checked again here.
+    /// `state` may have changed since the facts were collected.
     fn choose_open_mode(
         &self,
         inode: &Inode<B>,

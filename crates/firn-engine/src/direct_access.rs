@@ -213,8 +213,8 @@ impl<B: Backing> DirectAccess<B> {
             .tree
             .claims
             .with_unchanged_paths(|| file.inode.paths(), create_grant)?;
-        // From here on only the client changes the file. Its length is the larger of the length in the backing and the
-        // end of the pending bytes, so a drain before the next call does not change the sum.
+        // From here on only the client changes the file. Its length is the larger of two: the length in the backing,
+        // and the end of the pending bytes. A drain before the next call does not change that.
         let attr = self
             .tree
             .object(&file.inode)
@@ -458,8 +458,8 @@ impl<B: Backing> DirectAccess<B> {
     /// Returns a descriptor of the memory file that has all bytes of a file. The process of the handle maps it, and its
     /// mapping shows each change of the file while the handle is open.
     ///
-    /// The memory file becomes the *view* of the file, into which each later change is stored too, until the last
-    /// handle with a mapping is released.
+    /// The memory file becomes the *view* of the file: each later change is stored there too, until no handle reads it
+    /// any more.
     ///
     /// Fails with `BadToken` if the handle is not open for reading only. Fails with `Busy` if no memory file has all
     /// bytes, or if the file is in use otherwise; the process then reads through the kernel.

@@ -80,8 +80,8 @@ impl<B: Backing> KernelCache<B> {
         self.passthrough.load(Ordering::Relaxed)
     }
 
-    /// Returns whether the pages that the kernel has cached of the backing's file are still valid, and records the
-    /// present state of the file for the next call. The answer is false if the backing cannot tell.
+    /// Returns whether the kernel's cached pages of the backing's file are still valid. Records the present state of
+    /// the file for the next call. The answer is false if the backing cannot tell.
     ///
     /// The pages are valid if size, times and counts are those of the last call, and the times were already old at that
     /// call. Otherwise a second change within one tick of the backing's clock could have left the times as they were.
@@ -112,7 +112,8 @@ impl<B: Backing> KernelCache<B> {
             memory_file_changes: last_stamp.and_then(|stamp| stamp.memory_file_changes),
         };
         *stored_stamp = Some(Box::new(new_stamp));
-        // The first call finds no earlier stamp, so it returns false. Equal stamps were both made with old times.
+        // The first call finds no earlier stamp, so it returns false. If the stamps are equal, the times were old at
+        // the last call too.
         let is_unchanged = last_stamp == Some(new_stamp);
         are_times_old && !new_stamp.has_stale_pages() && is_unchanged
     }

@@ -104,9 +104,9 @@ pub struct ResumedRequest {
 }
 
 impl Resumed {
-    /// Makes programs lose the files of transactions that are about to be aborted, because their firnd died. `scopes`
-    /// are the paths of these files and directories. `checkpoint_keys` name the checkpoints of commit rules among them;
-    /// all files of a checkpoint have its key.
+    /// Ends the programs' use of the files of transactions that are about to be aborted, because their firnd died.
+    /// `scopes` are the paths of these files and directories. `checkpoint_keys` name the checkpoints of commit rules
+    /// among them; all files of a checkpoint have its key.
     ///
     /// Records each path and key in the live table (the file that outlives firnd), so that programs can be informed.
     /// Removes the handles that may write there or read uncommitted bytes.
@@ -338,8 +338,8 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Records a handle of a file in the live table, which a next firnd reads, before the kernel gets the handle. Does
-    /// nothing if the mount has no table. `request_id` is the kernel's number of the request. `backing_id` is the number of
-    /// the file that the kernel reads itself for this handle (passthrough), if there is one.
+    /// nothing if the mount has no table. `request_id` is the kernel's number of the request. `backing_id` is the
+    /// number of the file that the kernel reads itself for this handle (passthrough), if there is one.
     pub fn record_open_handle(
         &self,
         id: HandleId,
@@ -397,8 +397,8 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Records in the live table a request that must not take effect twice: if firnd dies before the answer, the next
-    /// firnd compares the record with the backing. The record is removed when the result is dropped. `request_id` is the
-    /// kernel's number of the request.
+    /// firnd compares the record with the backing. The record is removed when the result is dropped. `request_id` is
+    /// the kernel's number of the request.
     ///
     /// Returns `None` if the mount has no live table (the file that a next firnd reads), or if the table is full.
     pub fn record_request(

@@ -14,8 +14,8 @@
 //!   forgotten the directories above it.
 //! * An inode has the object's number in the backing, if that number is free and usable.
 //! * Before an object loses its last known name, it is opened permanently.
-//! * Entries of dropped inodes are removed from the tables when the table by key has 1024 entries, and later whenever
-//!   it has twice as many as after the last removal.
+//! * Entries of dropped inodes are removed when the table by key has 1024 entries. Later they are removed when it has
+//!   twice as many entries as after the last time.
 //!
 //! The kernel may know more inodes than a process may have descriptors. So only the objects of recently used inodes are
 //! open ([`Objects`]). Any other object is looked up by a name at its next use.

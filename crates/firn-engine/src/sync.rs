@@ -21,8 +21,8 @@ impl<B: Backing> Engine<B> {
     /// Handles close(2) of one descriptor. Calls `done` when the file is drained (all its bytes are in the backing), or
     /// with the error when an attempt failed.
     ///
-    /// The call does not wait if nothing is pending, if no name leads to the file, or with the policy *held*, by which
-    /// data may remain in memory after close(2).
+    /// The call does not wait if nothing is pending, or if no name leads to the file. With the policy *held*, data may
+    /// remain in memory after close(2), so the call never waits.
     pub fn flush(&self, handle_id: HandleId, closing: Closing, done: Done) {
         let handle = match self.open_files.handle(handle_id) {
             Ok(handle) => handle,
@@ -47,7 +47,7 @@ impl<B: Backing> Engine<B> {
     fn revoke_grant_and_try_close(&self, file: &Arc<File<B>>) -> Option<Result<()>> {
         let mut state = file.lock();
         // The grant must end before close(2) returns. After that, the process may get the same descriptor number for
-        // another file, and a client library that has not noticed the close would write to the wrong file.
+        // another file. A client library that has not noticed the close would then write to the wrong file.
         self.intake.revoke_grant(file, &mut state);
         let must_wait = self.base.options.close != ClosePolicy::Held
             && !state.unlinked

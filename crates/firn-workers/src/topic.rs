@@ -36,7 +36,7 @@ pub(crate) struct Queue {
     topics: HashMap<Topic, TopicTasks>,
     /// Number of slots in use: the admitted tasks of all topics, without the first one of each topic.
     extra_tasks: usize,
-    /// Topics with a waiting task that needs a slot, in the order in which they get one. Each topic is here once.
+    /// Topics that wait for a slot, in the order in which they get one. Each topic is here once.
     topics_waiting_for_slot: VecDeque<Topic>,
 }
 
@@ -142,7 +142,7 @@ impl Queue {
         } else {
             tasks.admitted -= 1;
             self.extra_tasks -= 1;
-            // Waiting topics come before this one. Otherwise a topic with many tasks would keep its slots for ever.
+            // Waiting topics come before this one. Otherwise a topic would keep its slots as long as it has tasks.
             self.admit_extra_task_of_next_topic();
             self.try_admit_extra_task(topic);
         }

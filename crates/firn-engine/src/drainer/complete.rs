@@ -292,9 +292,9 @@ impl<B: Backing> Drainer<B> {
         }
     }
 
-    /// Returns the waiters whose bytes are not pending any more. The caller calls them with no lock held. This function
-    /// runs after each change of the pending bytes (those that are not in the backing). If none is left, it also sets
-    /// the file's time in the backing and ends the file id (its number in the journal).
+    /// Returns the waiters for bytes that are not pending any more. The caller calls them with no lock held. This
+    /// function runs after each change of the pending bytes (those that are not in the backing). If none is left, it
+    /// also sets the file's time in the backing and ends the file id (its number in the journal).
     ///
     /// The file's lock is released while the time is being set. If another thread calls this function meanwhile, it
     /// gets no waiters, and the first thread gets all of them.

@@ -162,8 +162,8 @@ impl<B: Backing> Drainer<B> {
         self.drain.check_age_at(file, &mut state, now + drain_age);
     }
 
-    /// Begins a job: one write of this file to the backing. Pins the slabs with its bytes (they are not moved or used
-    /// again), marks the range as in flight, and queues the file again for its other bytes.
+    /// Begins a job: one write of this file to the backing. Pins the slabs with its bytes, so that these are not moved
+    /// or used again. Marks the range as in flight, and queues the file again for its other bytes.
     ///
     /// Returns `None` if no write may begin now, or if no pending bytes are urgent or long enough for one.
     fn begin_job(
