@@ -63,7 +63,7 @@ impl<B: Backing> Engine<B> {
     /// Returns the counters from which the record of the run is made: sums since the start of the engine, and the bytes
     /// held now (in memory, not in the backing). `waiting_writers` is 0, as only the frontends have that number.
     pub fn activity(&self) -> Bucket {
-        // Bytes that client processes have stored in the arena without a request count, too.
+        // Bytes that client processes have stored in the arena, without a request, count as written too.
         self.intake.ingest_all_published();
         let counters = &self.base.counters;
         let times = &counters.request_times;
@@ -365,7 +365,7 @@ impl<B: Backing> Engine<B> {
     pub fn files_below(&self, path: &[u8]) -> Vec<FileFigures> {
         let mut figures = Vec::new();
         let mut inodes_in_use = HashSet::new();
-        // Bytes that client processes have stored in the arena without a request count, too.
+        // Bytes that client processes have stored in the arena, without a request, count as written too.
         self.intake.ingest_all_published();
         for file in self.open_files.files.all() {
             inodes_in_use.insert(Arc::as_ptr(&file.inode));

@@ -123,14 +123,17 @@ impl<B: Backing> OpenFiles<B> {
             !state.pending.is_empty()
         };
         if had_pending_bytes {
-            let has_few_files = self.drain.pending_files() <= self.base.options.objects_max as u64;
+            // As many files as objects may be open with pending data.
+            let open_files_max = self.base.options.objects_max as u64;
+            let has_few_files = self.drain.pending_files() <= open_files_max;
             if has_few_files || self.try_open(file, Access::ReadWrite).is_err() {
                 return;
             }
         }
         let mut state = file.lock();
-        // If bytes became pending meanwhile, the check above was not made, so the file remains open.
-        if state.can_close() && (had_pending_bytes || state.pending.is_empty()) {
+        // If bytes became pending only now, the check above was not made, so the file remains open.
+        let is_checked = had_pending_bytes || state.pending.is_empty();
+        if state.can_close() && is_checked {
             let closed_files = (state.writer.take(), state.reader.take());
             // The lock is released first, because a close may write to a server.
             drop(state);

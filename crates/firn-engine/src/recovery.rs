@@ -473,13 +473,13 @@ impl<B: Backing> Recovery<'_, B> {
         }
         match known.modified_at.as_deref() {
             // A program set the time after the last write (`written` is the time of the last write at that moment).
-            Some(set) if recorded_ns <= set.written => LastWrite {
-                mtime: Some(Time {
-                    sec: set.time.0,
-                    nsec: set.time.1,
-                }),
-                recorded_ns: set.written,
-            },
+            Some(set) if recorded_ns <= set.written => {
+                let (sec, nsec) = set.time;
+                LastWrite {
+                    mtime: Some(Time { sec, nsec }),
+                    recorded_ns: set.written,
+                }
+            }
             _ if recorded_ns > 0 => LastWrite {
                 mtime: Some(Time::from_ns(recorded_ns)),
                 recorded_ns,

@@ -110,7 +110,7 @@ impl<B: Backing> Drainer<B> {
             None => self.drain.enqueue(&file, &mut state),
             Some(errno) => {
                 failed_waiters =
-                    self.record_failed_try(&file, &mut state, errno, outcome.error_source);
+                    self.record_failed_attempt(&file, &mut state, errno, outcome.error_source);
             }
         }
         self.drain
@@ -152,7 +152,7 @@ impl<B: Backing> Drainer<B> {
 
     /// Counts the error of a try to drain a file, and schedules the next try. Returns the waiters that must get the
     /// error, which the caller must call with no lock held.
-    pub(crate) fn record_failed_try(
+    pub(crate) fn record_failed_attempt(
         &self,
         file: &Arc<File<B>>,
         state: &mut FileState<B>,

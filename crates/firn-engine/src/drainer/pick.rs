@@ -312,7 +312,7 @@ impl<B: Backing> Drainer<B> {
         if !must_fail {
             return ThinVec::new();
         }
-        self.record_failed_try(file, state, Errno::IO, JobErrorSource::SpillFile)
+        self.record_failed_attempt(file, state, Errno::IO, JobErrorSource::SpillFile)
     }
 }
 
