@@ -251,7 +251,7 @@ impl<B: Backing> Engine<B> {
 
     /// Chooses what serves the reads of a new handle: the kernel from a memory file or from the backing (passthrough),
     /// the kernel from its page cache, or the engine. The kernel allows only one mode for all handles of an inode, so
-    /// the other handles of the file limit the facts.
+    /// the other handles of the file limit the choice.
     ///
     /// `state` may have changed since the facts were collected.
     fn choose_open_mode(

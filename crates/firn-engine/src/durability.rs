@@ -123,7 +123,7 @@ impl<B: Backing> Durability<B> {
     /// Returns the durability level of a file without pending bytes. There are three outcomes:
     /// * *durable*, if this firnd has synced its bytes and names, and size and time are unchanged since
     /// * *drained* otherwise: all bytes are in the backing
-    /// * a lower level, if the backing limits it ([`Backing::level_max`]), for example because a transaction may still
+    /// * a lower level, if the backing limits it (`level_max`), for example because a transaction may still
     ///   undo the changes
     pub(crate) fn level_in_backing(&self, inode: &Inode<B>) -> DurabilityLevel {
         // `None` if data or names are not synced. Otherwise size and time at the last sync.
@@ -149,8 +149,8 @@ impl<B: Backing> Durability<B> {
         level.min(level_max)
     }
 
-    /// Syncs a file's data, and the directories with its names, in the backing. If `data_only` is true, syncs no other
-    /// attributes, as fdatasync(2) does.
+    /// Syncs a file's data, and the directories with its names, in the backing. If `data_only` is true, syncs
+    /// only the attributes that reads of the data need, as fdatasync(2) does.
     ///
     /// If no byte was pending (not in the backing), the file is durable afterwards. Pending bytes are not drained here,
     /// and the file keeps its level. If the sync of the data fails, the data counts as unsynced again, and the error is
