@@ -268,6 +268,14 @@ impl<B: Backing> Engine<B> {
             kernel_reads_memory_files,
             memory_file_size,
         } = facts;
+        // If the kernel reads a memory file for other handles, it must do so for this one.
+        if state.is_passed_through_memory() {
+            return OpenMode::Memory;
+        }
+        // If one memory file has all bytes, it becomes the view of the file, which the kernel reads.
+        if kernel_reads_memory_files && self.create_view_for_kernel(state, memory_file_size) {
+            return OpenMode::Memory;
+        }
         let can_read_and_write = state
             .writer
             .as_ref()
@@ -278,14 +286,6 @@ impl<B: Backing> Engine<B> {
             is_only_in_backing && !state.opens.has_through_engine() && !wants_write;
         // While the kernel caches pages of an open file, it refuses passthrough for the inode.
         let is_cached = state.opens.has_cached();
-        // If the kernel reads a memory file for other handles, it must do so for this one.
-        if state.is_passed_through_memory() {
-            return OpenMode::Memory;
-        }
-        // If one memory file has all bytes, it becomes the view of the file, which the kernel reads.
-        if kernel_reads_memory_files && self.create_view_for_kernel(state, memory_file_size) {
-            return OpenMode::Memory;
-        }
         let can_begin_passthrough =
             allows_passthrough && can_read_and_write && needs_no_engine && !is_cached;
         if state.opens.has_passthrough() || can_begin_passthrough {

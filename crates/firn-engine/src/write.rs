@@ -89,21 +89,10 @@ impl<B: Backing> Writes<B> {
         data: &[u8],
         principal: Option<&dyn Principal>,
     ) -> Result<WriteStart> {
-        let end = offset + data.len() as u64;
-        {
-            let mut state = file.lock();
-            if let Some(errno) = state.drain.take_unreported_failure() {
-                return Err(errno);
-            }
-            // The usual case takes the lock only once. The file has a file id (its number in the arena), and no
-            // privileges that this write must remove.
-            let needs_no_privilege_check =
-                principal.is_none() || state.unprivileged_epoch == self.privileges.epoch();
-            let has_file_id = state.pending.file_id().is_some();
-            if needs_no_privilege_check && has_file_id && end <= SIZE_CHECKED_ABOVE {
-                return Ok(self.overwrite_or_append(file, &mut state, offset, data));
-            }
+        if let Some(start) = self.try_begin_without_backing(file, offset, data, principal)? {
+            return Ok(start);
         }
+        let end = offset + data.len() as u64;
         if let Some(principal) = principal {
             self.privilege_rules.drop_privileges_of(file, principal)?;
         }
@@ -124,6 +113,33 @@ impl<B: Backing> Writes<B> {
                 .map(WriteStart::Done);
         }
         Ok(self.overwrite_or_append(file, &mut file.lock(), offset, data))
+    }
+
+    /// Begins a write in the usual case, in which the file's lock is taken only once: the file has a file id (its
+    /// number in the arena), and no privileges that this write must remove. Returns `None` in any other case.
+    ///
+    /// Fails with the error of an earlier drain if no program has got that error yet.
+    fn try_begin_without_backing(
+        &self,
+        file: &Arc<File<B>>,
+        offset: u64,
+        data: &[u8],
+        principal: Option<&dyn Principal>,
+    ) -> Result<Option<WriteStart>> {
+        let end = offset + data.len() as u64;
+        let mut state = file.lock();
+        if let Some(errno) = state.drain.take_unreported_failure() {
+            return Err(errno);
+        }
+        let needs_no_privilege_check =
+            principal.is_none() || state.unprivileged_epoch == self.privileges.epoch();
+        let has_file_id = state.pending.file_id().is_some();
+        if !needs_no_privilege_check || !has_file_id || end > SIZE_CHECKED_ABOVE {
+            return Ok(None);
+        }
+        Ok(Some(
+            self.overwrite_or_append(file, &mut state, offset, data),
+        ))
     }
 
     /// Overwrites pending bytes in place if that is possible. Otherwise all bytes must be appended.
