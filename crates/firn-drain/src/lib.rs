@@ -5,7 +5,8 @@
 //! ([`firn_engine::Drainer::complete`]). This crate decides which thread does it and how much it writes at once. A lane
 //! is one I/O server. The engine has a queue for each lane, which contains the files to write and decides their order.
 //! One set of threads serves all lanes (`io_thread_set::IoThreadSet`). `lane_scheduler::LaneScheduler` limits the
-//! number of threads that write to one lane. [`Pool`] starts and stops all threads; the engine wakes them through it.
+//! number of threads that write to one lane. [`Pool`] starts and stops all threads, and gives the engine the executor
+//! that wakes them.
 //!
 //! The option `drain-cpu` limits the CPU time of drains that no caller waits for (`pacer::Pacer`).
 //!

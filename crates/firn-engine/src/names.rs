@@ -15,7 +15,7 @@
 //! * An inode has the object's number in the backing, if that number is free and usable.
 //! * Before an object loses its last known name, it is opened permanently.
 //! * Entries of dropped inodes are removed when the table by key has 1024 entries. Later they are removed when it has
-//!   twice as many entries as after the last time.
+//!   twice as many entries as after the last time, and at least 1024.
 //!
 //! The kernel may know more inodes than a process may have descriptors. So only the objects of recently used inodes are
 //! open ([`Objects`]). Any other object is looked up by a name at its next use.

@@ -6,7 +6,7 @@
 //! Promises
 //! * A waiting writer is called back when there may be space, or with an error when no space can be made.
 //! * No callback is called with a lock held.
-//!
+
 mod reclaim;
 
 use std::collections::VecDeque;

@@ -82,7 +82,7 @@ impl<B: Backing> Room<B> {
     /// If space in the arena was freed, calls back the writers that wait for it. Otherwise begins to make space for
     /// them. Called with no lock held.
     pub(crate) fn wake_writers(&self) {
-        // There is a second round only if the reclaim in the first one frees space at once.
+        // There is a further round only if space was freed during the reclaim.
         loop {
             if self.space.waiters.take_freed() {
                 for waiter in self.space.waiters.take_all() {
