@@ -114,14 +114,14 @@ fn is_lane_hanging(threads: &[IoThread], lane: usize) -> bool {
 }
 
 impl IoThreadSet {
-    /// Creates the set of I/O threads of a mount, still without threads. [`IoThreadSet::start`] starts `regular_count`
-    /// threads, each of which runs `worker`.
+    /// Creates the set of I/O threads of a mount. No thread runs until [`IoThreadSet::start`], which starts
+    /// `regular_count` threads; each of them runs `worker`.
     pub(crate) fn new<B: Backing>(worker: Worker<B>, regular_count: usize) -> Self {
         let idle_threads = Arc::clone(&worker.idle_threads);
         let lane_count = worker.lanes.len();
-        // The two closures hide the type of the backing from the set.
+        // The set calls the worker only by two closures, so its type does not depend on `B`.
         let worker = Arc::new(worker);
-        let work_finder = Arc::clone(&worker);
+        let worker_for_has_work = Arc::clone(&worker);
         let start_thread = move |index, role| {
             let worker = Arc::clone(&worker);
             let clock = Arc::new(JobClock::new());
@@ -136,7 +136,7 @@ impl IoThreadSet {
             regular_count,
             threads: Mutex::default(),
             start_thread: Box::new(start_thread),
-            has_work: Box::new(move |lane| work_finder.has_work(lane)),
+            has_work: Box::new(move |lane| worker_for_has_work.has_work(lane)),
             started_count: AtomicUsize::new(0),
             is_hang_logged: AtomicBool::new(false),
         }
@@ -167,7 +167,7 @@ impl IoThreadSet {
     /// Starts one more thread if all threads hang, or if all writers of a lane hang and the lane has more to write.
     /// The new thread ends when it finds no job.
     pub(crate) fn replace_hung(&self) {
-        let Some(role) = self.missing_role() else {
+        let Some(role) = self.find_missing_stand_in() else {
             return;
         };
         self.log_hang(role);
@@ -176,9 +176,11 @@ impl IoThreadSet {
         }
     }
 
-    /// Returns the role of a thread that must be started because others hang in writes: for all lanes (I/O servers), or
-    /// for one lane. Returns `None` if no thread is missing or may be started.
-    fn missing_role(&self) -> Option<ThreadRole> {
+    /// Returns the role of the stand-in that must be started: for all lanes (I/O servers), or for one lane. A stand-in
+    /// is a thread that replaces a hanging one. Returns `None` if no stand-in is needed, or none may be started.
+    ///
+    /// Also removes ended threads from the set, and logs the end of a hang.
+    fn find_missing_stand_in(&self) -> Option<ThreadRole> {
         let mut threads = self.threads.lock();
         threads.retain(|thread| !thread.handle.is_finished());
         if !threads.iter().any(|thread| thread.clock.is_hanging()) {

@@ -3,17 +3,18 @@
 //!
 //! The engine decides what is written next ([`firn_engine::Drainer::pick`]) and what a result means
 //! ([`firn_engine::Drainer::complete`]). This crate decides which thread does it and how much it writes at once. A lane
-//! is one I/O server. The engine has a queue for each lane, which gives the files and their order. One set of threads
-//! serves all lanes (`io_thread_set::IoThreadSet`), each lane within its limits (`lane_scheduler::LaneScheduler`).
-//! [`Pool`] combines all of this and is the engine's executor.
+//! is one I/O server. The engine has a queue for each lane, which contains the files to write and decides their order.
+//! One set of threads serves all lanes (`io_thread_set::IoThreadSet`). `lane_scheduler::LaneScheduler` limits the
+//! number of threads that write to one lane. [`Pool`] starts and stops all threads, and gives the engine the executor
+//! that wakes them.
 //!
-//! If the option `drain-cpu` asks for it, drains that no caller waits for leave the CPUs to programs
-//! (`pacer::Pacer`).
+//! The option `drain-cpu` limits the CPU time of drains that no caller waits for (`pacer::Pacer`).
 //!
 //! Several hosts can ensure that only one of them writes to a lane at a time (`firn_hosts::tokens`): each lane has a
-//! *token*, which one host holds. A thread enters the token of a lane before it picks, and leaves it after it has
-//! completed the job. A picked range blocks a truncation of its file. A thread therefore never waits between `pick` and
-//! `execute`. No thread waits for the service of the tokens.
+//! *token*, which one host holds. A thread begins its use of the token before it picks a job (a range of a file). It
+//! ends the use after the job is completed.
+//!
+//! Rule: a thread never waits between `pick` and `execute`, because a picked range blocks a truncation of its file.
 
 mod cpu;
 mod idle_threads;

@@ -25,11 +25,11 @@ use crate::cpu::{CpuClock, CpuUse};
 
 /// Interval between two measurements of the CPUs. It is long enough to measure with ticks of 10 ms.
 const MEASURE_EVERY: Duration = Duration::from_millis(50);
-/// If less than this part of all CPUs is idle, programs may want more of them.
-const IDLE_PART_MIN: f64 = 0.1;
-/// If programs compute on less than this part of all CPUs, they have as many CPUs as they can use. Kernel time does not
-/// count, because most of it is work of the drain: kernel threads carry the data to the device.
-const USER_PART_MIN: f64 = 0.25;
+/// If less than this fraction of all CPUs is idle, programs may want more of them.
+const IDLE_FRACTION_MIN: f64 = 0.1;
+/// If programs compute on less than this fraction of all CPUs, they have as many CPUs as they can use. Kernel time does
+/// not count, because most of it is work of the drain: kernel threads carry the data to the device.
+const USER_FRACTION_MIN: f64 = 0.25;
 /// Maximum length of one sleep of a paced thread. After it the use of the CPUs is measured again.
 const SLEEP_MAX: Duration = Duration::from_millis(20);
 
@@ -45,7 +45,7 @@ struct PacerState {
     /// Number of CPUs that the I/O threads may use. Infinite means no limit.
     budget: f64,
     /// CPU time of jobs since the last measurement.
-    used: Duration,
+    used_cpu_time: Duration,
     /// Time until which the used CPU time is within the budget; jobs without waiters are delayed until then.
     paid_until: Instant,
 }
@@ -65,7 +65,7 @@ impl Pacer {
             state: Mutex::new(PacerState {
                 clock,
                 budget: f64::INFINITY,
-                used: Duration::ZERO,
+                used_cpu_time: Duration::ZERO,
                 paid_until: Instant::now(),
             }),
         })
@@ -74,7 +74,7 @@ impl Pacer {
     /// Records the CPU time of a job. A job for which a caller waits (`is_awaited`) does not delay later jobs.
     pub(crate) fn charge(&self, used: Duration, is_awaited: bool) {
         let mut state = self.state.lock();
-        state.used += used;
+        state.used_cpu_time += used;
         if state.budget.is_finite() && !is_awaited {
             let start = state.paid_until.max(Instant::now());
             state.paid_until = start + used.div_f64(state.budget);
@@ -100,9 +100,9 @@ impl PacerState {
             return;
         }
         let cpu_use = self.clock.measure();
-        let used = std::mem::take(&mut self.used);
+        let used_cpu_time = std::mem::take(&mut self.used_cpu_time);
         self.budget = match cpu_use {
-            Some(cpu_use) => next_budget(self.budget, cpu_use, used, budget_min),
+            Some(cpu_use) => next_budget(self.budget, cpu_use, used_cpu_time, budget_min),
             None => f64::INFINITY,
         };
         if self.budget.is_infinite() {
@@ -111,22 +111,22 @@ impl PacerState {
     }
 }
 
-/// Returns the number of CPUs that the I/O threads may use, after a measurement. `used` is the CPU time of their jobs
-/// during the measurement; `budget` is the number of CPUs that they were allowed to use.
-fn next_budget(budget: f64, cpu_use: CpuUse, used: Duration, budget_min: f64) -> f64 {
-    let used_cpus = used.as_secs_f64() / cpu_use.elapsed.as_secs_f64();
-    let spare_cpus = cpu_use.idle - cpu_use.cpus * IDLE_PART_MIN;
-    if cpu_use.user < cpu_use.cpus * USER_PART_MIN {
-        // Programs compute on few CPUs.
+/// Returns the number of CPUs that the I/O threads may use, after a measurement. `used_cpu_time` is that of their
+/// jobs during the measurement; `budget` is the number of CPUs that they were allowed to use.
+fn next_budget(budget: f64, cpu_use: CpuUse, used_cpu_time: Duration, budget_min: f64) -> f64 {
+    let used_cpus = used_cpu_time.as_secs_f64() / cpu_use.elapsed.as_secs_f64();
+    let spare_cpus = cpu_use.idle - cpu_use.cpus * IDLE_FRACTION_MIN;
+    if cpu_use.user < cpu_use.cpus * USER_FRACTION_MIN {
+        // Programs compute on few CPUs, so the I/O threads take nothing from them and need no limit.
         f64::INFINITY
     } else if spare_cpus < 0.0 {
-        // Programs compute, and hardly any CPU is idle.
+        // Programs compute, and hardly any CPU is idle, so the I/O threads get their minimum.
         budget_min
     } else if budget.is_infinite() {
-        // Although the I/O threads had no limit, CPUs were idle.
+        // The I/O threads had no limit, and CPUs were idle nevertheless. So no limit is needed.
         budget
     } else {
-        // The threads may use what they have used, and the CPUs that were idle.
+        // The limit grows by the spare CPUs: the threads may use what they have used, and these CPUs too.
         (used_cpus + spare_cpus).max(budget_min)
     }
 }

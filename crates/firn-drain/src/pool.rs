@@ -49,7 +49,7 @@ pub struct Pool {
     io_threads: IoThreadSet,
     tokens: Option<Tokens>,
     /// Lets the thread that moves chunks sleep, and wakes it.
-    mover_sleep: Arc<IdleThreads>,
+    mover_signal: Arc<IdleThreads>,
     /// The thread that moves chunks, if there is one.
     mover: Option<JoinHandle<()>>,
 }
@@ -82,6 +82,19 @@ fn limits_of_regular_thread(lane_count: usize, thread_count: usize) -> LaneLimit
     }
 }
 
+/// Makes the lanes of the engine, each with its token if the mount has tokens.
+fn new_lanes<B: Backing>(
+    engine: &Engine<B>,
+    tokens: Option<&Tokens>,
+    idle_threads: &Arc<IdleThreads>,
+) -> Vec<Lane> {
+    let new_lane = |lane: LaneIndex| {
+        let token = tokens.and_then(|tokens| tokens.lane(lane.index()));
+        Lane::new(lane, token.cloned(), idle_threads)
+    };
+    engine.drainer.lanes().map(new_lane).collect()
+}
+
 impl Pool {
     /// Starts threads that drain all lanes (I/O servers) of `engine` into its backing. With `tokens`, only one of
     /// several hosts writes to a lane at a time. Fails if not all threads can be started; then none remains.
@@ -91,28 +104,20 @@ impl Pool {
         tokens: Option<Tokens>,
     ) -> io::Result<Self> {
         let idle_threads = Arc::new(IdleThreads::default());
-        let new_lane = |index: LaneIndex| {
-            let token = tokens
-                .as_ref()
-                .and_then(|tokens| tokens.lane(index.index()));
-            Lane::new(index, token.cloned(), &idle_threads)
-        };
-        let lanes: Vec<Lane> = engine.drainer.lanes().map(new_lane).collect();
+        let lanes = new_lanes(&engine, tokens.as_ref(), &idle_threads);
         engine.drainer.set_executor(Arc::new(WakeThreads {
             idle_threads: Arc::clone(&idle_threads),
         }));
-        // The pacer delays work that no program waits for, so that programs get the CPUs.
+        // The pacer delays writes that no program waits for, so that programs get the CPUs.
         let pacer = Pacer::start(io_threads.cpu_percent).map(Arc::new);
-        // The mover is the thread that moves chunks to the spill file and to memory files.
-        let mover_sleep = Arc::new(IdleThreads::default());
-        let mover = start_mover(&engine, &mover_sleep, pacer.clone())?;
+        // The mover is the thread that moves chunks of the arena. It sleeps until this signal wakes it.
+        let mover_signal = Arc::new(IdleThreads::default());
+        let mover = start_mover(&engine, &mover_signal, pacer.clone())?;
         let thread_count = io_threads.count.max(1);
+        let lane_scheduler =
+            LaneScheduler::new(lanes.len(), thread_count, io_threads.lane_writers_max);
         let worker = Worker {
-            lane_scheduler: LaneScheduler::new(
-                lanes.len(),
-                thread_count,
-                io_threads.lane_writers_max,
-            ),
+            lane_scheduler,
             limits: limits_of_regular_thread(lanes.len(), thread_count),
             engine,
             lanes,
@@ -123,7 +128,7 @@ impl Pool {
         let pool = Self {
             io_threads: IoThreadSet::new(worker, thread_count),
             tokens,
-            mover_sleep,
+            mover_signal,
             mover,
         };
         pool.io_threads.start()?;
@@ -154,18 +159,16 @@ impl Pool {
         self.tokens = None;
     }
 
-    /// Stops all threads of the pool, as [`Pool::stop`] does, but waits for at most `patience`. Returns false if
-    /// threads remain in calls of the backing; they end with the process.
-    pub fn stop_within(&mut self, patience: Duration) -> bool {
+    /// Stops all threads of the pool, as [`Pool::stop`] does, but waits for at most `timeout`. Returns false if some
+    /// threads are still in calls of the backing. Such a thread runs until its call returns or the process ends.
+    pub fn stop_within(&mut self, timeout: Duration) -> bool {
+        // A thread handle cannot be joined with a timeout, so the state of the threads is checked periodically.
         const CHECK_EVERY: Duration = Duration::from_millis(5);
         self.request_stop();
-        let deadline = Instant::now() + patience;
+        let deadline = Instant::now() + timeout;
         while self.is_running() {
             if Instant::now() >= deadline {
-                // The drop of the pool must not wait for these threads.
-                self.io_threads.detach_threads();
-                self.mover = None;
-                self.tokens = None;
+                self.detach_threads();
                 return false;
             }
             std::thread::sleep(CHECK_EVERY);
@@ -174,10 +177,17 @@ impl Pool {
         true
     }
 
+    /// Drops the handles of all threads, which detaches the threads. The drop of the pool then does not wait for them.
+    fn detach_threads(&mut self) {
+        self.io_threads.detach_threads();
+        self.mover = None;
+        self.tokens = None;
+    }
+
     /// Requests that all threads end after their current job.
     fn request_stop(&self) {
         self.io_threads.stop();
-        self.mover_sleep.stop();
+        self.mover_signal.stop();
     }
 
     fn is_running(&self) -> bool {
@@ -195,58 +205,58 @@ impl Drop for Pool {
     }
 }
 
-/// Starts the thread that moves chunks (units of the arena's memory), if there is a spill file or there may be memory
-/// files. Returns `None` if there is nothing to move.
+/// Starts the mover, the thread that moves chunks (units of the arena's memory) to the spill file or to memory files.
+/// Returns `None` if the mount has neither of them.
 fn start_mover<B: Backing>(
     engine: &Arc<Engine<B>>,
-    mover_sleep: &Arc<IdleThreads>,
+    mover_signal: &Arc<IdleThreads>,
     pacer: Option<Arc<Pacer>>,
 ) -> io::Result<Option<JoinHandle<()>>> {
     let has_spill_file = engine.arena().spill_figures().is_some();
     if !has_spill_file && !engine.room.settles() {
         return Ok(None);
     }
-    let spill_waker = Arc::clone(mover_sleep);
-    engine
-        .room
-        .set_spill_waker(Arc::new(move || spill_waker.wake()));
-    let settle_waker = Arc::clone(mover_sleep);
-    engine
-        .room
-        .set_settle_waker(Arc::new(move || settle_waker.wake()));
+    let new_waker = || {
+        let signal = Arc::clone(mover_signal);
+        Arc::new(move || signal.wake())
+    };
+    engine.room.set_spill_waker(new_waker());
+    // To settle a file is to copy it to a memory file.
+    engine.room.set_settle_waker(new_waker());
     let engine = Arc::clone(engine);
-    let mover_sleep = Arc::clone(mover_sleep);
+    let mover_signal = Arc::clone(mover_signal);
     let thread = std::thread::Builder::new().name("firn-move".into());
-    let handle = thread.spawn(move || run_mover(&engine, &mover_sleep, pacer.as_deref()))?;
+    let handle = thread.spawn(move || run_mover(&engine, &mover_signal, pacer.as_deref()))?;
     Ok(Some(handle))
 }
 
 /// Body of the thread that moves chunks (units of the arena's memory): to the spill file if memory is short, and to
 /// memory files otherwise. Ends when the pool stops. The pacer delays work that no program waits for.
-fn run_mover<B: Backing>(engine: &Engine<B>, mover_sleep: &IdleThreads, pacer: Option<&Pacer>) {
-    while !mover_sleep.is_stopping() {
-        let wake_count = mover_sleep.wake_count();
+fn run_mover<B: Backing>(engine: &Engine<B>, mover_signal: &IdleThreads, pacer: Option<&Pacer>) {
+    while !mover_signal.is_stopping() {
+        let wake_count = mover_signal.wake_count();
         let SpillStep::Idle { retry: spill_retry } = engine.room.spill_step() else {
             continue;
         };
-        // Spilling comes first, because it makes room in memory. No program waits for a file to move into a memory
-        // file, so that work may be delayed.
+        // A move to the spill file comes first, because it makes room in memory. No program waits for the copy of a
+        // file to a memory file (a settle step), so the pacer may delay that copy.
         if let Some(delay) = pacer.and_then(Pacer::delay) {
-            mover_sleep.sleep(wake_count, Some(delay));
+            mover_signal.sleep(wake_count, Some(delay));
             continue;
         }
         let start_time = thread_time();
         let step = engine.room.settle_step();
         if let Some(pacer) = pacer {
-            // No caller waits for this work.
-            pacer.charge(thread_time() - start_time, false);
+            let is_awaited = false;
+            pacer.charge(thread_time() - start_time, is_awaited);
         }
-        if let SettleStep::Idle {
+        let SettleStep::Idle {
             retry: settle_retry,
         } = step
-        {
-            let next_retry = [spill_retry, settle_retry].into_iter().flatten().min();
-            mover_sleep.sleep(wake_count, next_retry);
-        }
+        else {
+            continue;
+        };
+        let next_retry = [spill_retry, settle_retry].into_iter().flatten().min();
+        mover_signal.sleep(wake_count, next_retry);
     }
 }

@@ -261,8 +261,8 @@ impl<B: Backing> Worker<B> {
         catch_unwind(execute).unwrap_or_else(|_| {
             tracing::error!("a write to the backing panicked; its data stays in the arena and is written again later");
             JobOutcome {
-                written: 0,
-                writes: 0,
+                written_bytes: 0,
+                write_calls: 0,
                 error: Some(Errno::IO),
                 error_source: JobErrorSource::Backing,
             }

@@ -35,13 +35,15 @@ pub struct Base<B: Backing> {
 
 impl<B: Backing> Base<B> {
     /// Returns where a client process finds the bytes of `extent` (a range of a file in the arena): in memory, in the
-    /// spill file, or in a memory file. `offset` is the file offset of the extent.
+    /// spill file, or in a memory file. `offset` is the file offset of the extent. The bytes lie in one slab, which is
+    /// a chunk (unit of the arena) or a part of one.
     ///
     /// Returns `None` if the bytes cannot be located, because the spill file is missing or damaged.
     pub(crate) fn locate_extent(&self, offset: u64, extent: Extent) -> Option<ListedExtent> {
         let located = self
             .arena
             .locate_bytes(extent.piece.slab, extent.position)?;
+        // The numbers of the places are those of the data socket.
         let (place, position) = match located {
             LocatedBytes::Arena(position) => (IN_MEMORY, position),
             LocatedBytes::Spill(position) => (IN_SPILL, position),

@@ -146,7 +146,7 @@ impl CachedBytes {
 
     /// Makes the cached bytes valid for any size and time of the backing's file, because the mount itself has changed
     /// size or time.
-    pub(crate) fn trust_backing(&mut self) {
+    pub(crate) fn accept_backing_state(&mut self) {
         if let Some(cached) = &mut self.cached {
             cached.backing_stamp = None;
         }

@@ -30,6 +30,7 @@ use crate::base::Base;
 use crate::engine::Engine;
 use crate::extents::Extent;
 use crate::file::{File, FileState};
+use crate::names::Inode;
 use crate::size::whole_size;
 
 /// A part of a file, and its place.
@@ -41,11 +42,10 @@ pub struct ListedPart {
     pub bytes: u64,
     /// Where the bytes are.
     pub place: PartPlace,
-    /// Position of the first byte in `place`. [`PartPlace::Memory`]: in bytes from the start of the first chunk.
-    /// [`PartPlace::Spill`], [`PartPlace::MemoryFile`], [`PartPlace::Backing`]: from the start of that file.
-    /// [`PartPlace::Hole`]: 0.
+    /// Position of the first byte, in bytes: from the start of the first chunk for [`PartPlace::Memory`], from the
+    /// start of the file for the spill file, a memory file or the backing. 0 for a hole.
     pub at: u64,
-    /// Index of the chunk if the place is memory or the spill file; number of the memory file if it is one.
+    /// For memory and the spill file, index of the chunk. For a memory file, its number. Otherwise `None`.
     pub chunk: Option<u32>,
 }
 
@@ -75,7 +75,7 @@ pub struct HeldChunks<B: Backing> {
     /// Number of the list's bytes that are in memory.
     memory_bytes: u64,
     /// Length of the file in bytes.
-    bytes: u64,
+    file_size: u64,
 }
 
 impl<B: Backing> HeldChunks<B> {
@@ -86,12 +86,7 @@ impl<B: Backing> HeldChunks<B> {
     /// Fails with EISDIR or EINVAL if `path` is not a regular file, and with EIO if pending parts of the file cannot be
     /// read.
     pub fn list_file(engine: &Arc<Engine<B>>, path: &[u8]) -> Result<(Self, Vec<ListedPart>)> {
-        let inode = engine.tree.inode_at(path)?;
-        match inode.kind {
-            Kind::File => {}
-            Kind::Dir => return Err(Errno::ISDIR),
-            _ => return Err(Errno::INVAL),
-        }
+        let inode = regular_file_at(engine, path)?;
         let file = engine
             .open_files
             .acquire_file_with(&inode, |state| state.direct.add_chunk_list());
@@ -103,40 +98,46 @@ impl<B: Backing> HeldChunks<B> {
         // From here on a drop of `held_chunks` releases all holds, also after an error.
         let mut held_chunks = Self {
             engine: Arc::clone(engine),
-            file: Arc::clone(&file),
+            file,
             slabs: Vec::new(),
             changes: 0,
             memory_bytes: 0,
-            bytes: 0,
+            file_size: 0,
         };
-        engine.room.check_cache(&file)?;
+        let parts = held_chunks.collect_parts(&inode)?;
+        Ok((held_chunks, parts))
+    }
+
+    /// Holds the file's slabs, and returns the places of all its bytes. Records the length and the version of the file.
+    fn collect_parts(&mut self, inode: &Inode<B>) -> Result<Vec<ListedPart>> {
+        let engine = Arc::clone(&self.engine);
+        let file = Arc::clone(&self.file);
+        engine.room.evict_if_backing_changed(&file)?;
+        // Waits for a truncation under way.
         let mut state = file.lock_without_exclusive_use();
-        // Bytes that a client process has stored in the arena without a request count, too.
+        // Bytes that a client process has stored in the arena, without a request, belong to the list too.
         engine.intake.ingest_published(&file, &mut state);
-        held_chunks.bytes = state.pending.end();
-        held_chunks.changes = state.changes;
-        // The file has a view: a memory file that processes read in place. A writer's changes go into it at once. So
-        // these bytes may change, and the list refers readers to the mount.
+        let pending_end = state.pending.end();
+        self.changes = state.changes;
+        // A view is a memory file that processes read in place. Each change of the file goes into it at once, so its
+        // bytes cannot be held, and the list refers readers to the mount.
         let is_viewed = state.view.is_some();
         let arena_extents = if is_viewed {
             Vec::new()
         } else {
-            held_chunks.hold_extents(&state)?
+            self.hold_extents(&state)?
         };
         // The lock is released, because the next steps call the backing.
         drop(state);
-        held_chunks.count_memory(&arena_extents);
+        self.count_memory(&arena_extents);
         // All other bytes were in the backing before the lock was released, and `changed` shows a change since then.
-        let attr = engine.base.backing.attr(&engine.tree.object(&inode)?)?;
-        held_chunks.bytes = whole_size(&attr, held_chunks.bytes);
-        let backing_size = if is_viewed {
-            held_chunks.bytes
-        } else {
-            attr.size
-        };
+        let attr = engine.base.backing.attr(&engine.tree.object(inode)?)?;
+        let file_size = whole_size(&attr, pending_end);
+        self.file_size = file_size;
+        // Readers of a file with a view get all its bytes through the mount, as they get bytes of the backing.
+        let backing_size = if is_viewed { file_size } else { attr.size };
         let base = &engine.base;
-        let parts = base.list_all_parts(&arena_extents, backing_size, held_chunks.bytes);
-        Ok((held_chunks, parts))
+        Ok(base.list_all_parts(&arena_extents, backing_size, file_size))
     }
 
     /// Holds the slabs of the file (parts of the arena), so that they keep their place and bytes. Returns the file's
@@ -182,7 +183,7 @@ impl<B: Backing> HeldChunks<B> {
 
     /// Returns the length of the file in bytes.
     pub fn bytes(&self) -> u64 {
-        self.bytes
+        self.file_size
     }
 
     /// Returns the value of [`crate::FileFigures::changes`] when the list was made.
@@ -255,7 +256,7 @@ impl<B: Backing> Base<B> {
     /// Converts an extent of the arena (a file range and the place of its bytes) to a part of a list of chunks. The
     /// caller must hold the slab with the bytes, so that they keep their place.
     fn list_part(&self, extent: &ListedExtent) -> ListedPart {
-        let part = ListedPart {
+        let part_in_spill_file = ListedPart {
             offset: extent.offset,
             bytes: extent.len,
             place: PartPlace::Spill,
@@ -265,9 +266,9 @@ impl<B: Backing> Base<B> {
         match extent.place {
             IN_MEMORY => ListedPart {
                 place: PartPlace::Memory,
-                // The list counts from the start of the first chunk, and the extent from the start of the arena.
+                // An extent counts from the start of the arena, but a part from the start of the first chunk.
                 at: extent.at - self.arena.geometry().data_offset(),
-                ..part
+                ..part_in_spill_file
             },
             IN_MEMORY_FILE => {
                 let (memory_file, _) = self
@@ -276,13 +277,24 @@ impl<B: Backing> Base<B> {
                     .expect("the chunk of a held slab does not move");
                 ListedPart {
                     place: PartPlace::MemoryFile,
+                    // For this place, the field is the number of the memory file.
                     chunk: Some(u32::from(memory_file.number())),
-                    ..part
+                    ..part_in_spill_file
                 }
             }
-            // The only other place is the spill file.
-            _ => part,
+            // An extent of the arena is in memory, in a memory file, or in the spill file (`IN_SPILL`).
+            _ => part_in_spill_file,
         }
+    }
+}
+
+/// Returns the inode of the regular file at `path`. Fails with EISDIR or EINVAL if another object has this path.
+fn regular_file_at<B: Backing>(engine: &Engine<B>, path: &[u8]) -> Result<Arc<Inode<B>>> {
+    let inode = engine.tree.inode_at(path)?;
+    match inode.kind {
+        Kind::File => Ok(inode),
+        Kind::Dir => Err(Errno::ISDIR),
+        _ => Err(Errno::INVAL),
     }
 }
 

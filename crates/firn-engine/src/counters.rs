@@ -13,20 +13,20 @@ use firn_format::tally::Tally;
 /// `log-level=debug`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Decision {
-    /// Bytes of a file are about to be written to the backing.
+    /// A write to the backing was chosen: bytes of one file.
     Picked,
     /// These bytes were written.
     Written,
-    /// A write failed. The file waits for its next try.
-    Waits,
+    /// A write failed, and the next try of the file is planned.
+    RetryPlanned,
     /// A file is tried again after its wait.
     Retried,
     /// Writers that wait for room got an error, because no drain or move can make room.
-    GivenUp,
-    /// A chunk (a fixed part of the memory) was moved to the spill file.
+    WritersFailed,
+    /// A chunk (a unit of the arena, the memory for written data) was moved to the spill file.
     Spilled,
     /// Writes were delayed, because no caller waits for them and programs need the CPUs.
-    PutOff,
+    Delayed,
     /// A chunk was copied to a memory file (a file in memory with all bytes of one large file).
     Settled,
 }
@@ -36,6 +36,7 @@ pub(crate) struct Decisions(pub(crate) Tally<8>);
 
 impl Default for Decisions {
     fn default() -> Self {
+        // The names of the log, in the order of the variants.
         Self(Tally::new([
             "picked", "written", "waits", "retried", "given up", "spilled", "put off", "settled",
         ]))

@@ -5,15 +5,15 @@
 //! serves the reads of the handle: the engine, the kernel's page cache, or the kernel itself (*passthrough*).
 //!
 //! Invariants
-//! * All handles of an inode that the kernel reads by itself are in one mode, because the kernel refuses a mix.
+//! * If the kernel reads a file by itself for one handle, it does so for all handles of that inode. The kernel refuses
+//!   to open an inode in two modes.
 //! * A *grant* is a client process's right to write a file directly to the arena. Each further open, read or write of
 //!   the file ends the grant, because only one client may have it.
 
 use std::ffi::OsStr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
-use firn_backing::lock::Mutex;
 use firn_backing::{Access, Attr, Backing, Caller, Errno, FileUse, KernelReads, PlacementHint};
 
 use crate::engine::Engine;
@@ -34,7 +34,8 @@ const O_EXCL: i32 = 0o200;
 const O_TRUNC: i32 = 0o1000;
 
 /// Facts that decide the mode of a new handle, besides the state of the file.
-struct ModeChoice {
+struct OpenFacts {
+    /// Whether the program may write through the handle.
     wants_write: bool,
     /// Whether the kernel may cache bytes that are read through the handle.
     is_cacheable: bool,
@@ -44,9 +45,19 @@ struct ModeChoice {
     has_current_pages: bool,
     /// Whether the kernel may read memory files by itself. A memory file is a file in memory with all bytes of one
     /// large file.
-    reads_memory: bool,
+    kernel_reads_memory_files: bool,
     /// Length of the file, if all of its bytes are in one memory file.
-    settled_size: Option<u64>,
+    memory_file_size: Option<u64>,
+}
+
+/// State of a file after the release of a handle.
+struct ReleasedHandle {
+    /// Whether the file has no handle any more.
+    is_closed: bool,
+    /// Whether the file has neither a handle nor a name.
+    is_orphan: bool,
+    /// Whether the handle could write, and no other handle can.
+    was_last_writer: bool,
 }
 
 impl<B: Backing> Engine<B> {
@@ -102,7 +113,8 @@ impl<B: Backing> Engine<B> {
         create: impl FnMut() -> Result<(B::Inode, B::File, Attr)>,
     ) -> Result<(Entry, Opened)> {
         self.open_files.close_excess_files();
-        // Both are read before the create, so that they show a change that comes during the create.
+        // The count of name changes and the epoch of privileges are read before the create. A change of names or
+        // privileges during the create is then noticed below.
         let name_changes_before = self.tree.names.backing_name_changes();
         let privilege_epoch = self.privileges.epoch();
         let (object, backing_file, attr) = match self.open_files.with_descriptor(create) {
@@ -113,6 +125,7 @@ impl<B: Backing> Engine<B> {
             Err(errno) => return Err(errno),
         };
         self.base.counters.count_opened();
+        // After an error, here or below, the new file remains in the backing, but the program gets no handle.
         self.base
             .backing
             .report_use(&backing_file, FileUse::OpenedToWrite)?;
@@ -125,7 +138,8 @@ impl<B: Backing> Engine<B> {
         });
         let opened = self.add_handle(&inode, flags, |state| {
             state.writer.get_or_insert_with(|| Arc::clone(&writer));
-            // A new file has no capabilities. Until the epoch changes, a write need not look for privileges to remove.
+            // A new file has no capabilities. Until the epoch of privileges changes, which happens when any file may
+            // get some, a write need not look for privileges to remove.
             if !has_set_id_bits(&attr) {
                 state.unprivileged_epoch = privilege_epoch;
             }
@@ -166,9 +180,9 @@ impl<B: Backing> Engine<B> {
         self.open(inode_id, flags)
     }
 
-    /// Opens a regular file. `flags` are those of open(2). With `O_TRUNC`, the file is truncated here, and the caller
-    /// must have removed its privileges before
-    /// ([`PrivilegeRules::drop_privileges`](crate::PrivilegeRules::drop_privileges)).
+    /// Opens a regular file. `flags` are those of open(2). With `O_TRUNC`, the file is truncated to 0. The caller must
+    /// then have removed the set-id bits and capabilities of the file before, by
+    /// [`PrivilegeRules::drop_privileges`](crate::PrivilegeRules::drop_privileges).
     pub fn open(&self, inode_id: InodeId, flags: i32) -> Result<Opened> {
         let inode = self.tree.inode(inode_id)?;
         let wants_write = matches!(flags & O_ACCMODE, O_WRONLY | O_RDWR);
@@ -178,14 +192,14 @@ impl<B: Backing> Engine<B> {
             self.open_files.drop_if_unused(&file);
             return Err(errno);
         }
-        let choice = self.mode_choice(&inode, &file, wants_write);
+        let facts = self.collect_open_facts(&inode, &file, wants_write);
         let opened = self.add_handle(&inode, flags, |state| {
-            self.choose_open_mode(&inode, state, &choice)
+            self.choose_open_mode(&inode, state, &facts)
         });
-        // If the file is large and closed by its writers, it is copied to a memory file, which later opens read in
-        // place.
-        if choice.is_cacheable && choice.settled_size.is_none() {
-            self.room.queue_for_settling(&file);
+        // The file may not be in a memory file yet. If it is large and has no writer, this call queues it for a copy
+        // there, which later opens read in place.
+        if facts.is_cacheable && facts.memory_file_size.is_none() {
+            self.room.queue_for_memory_file(&file);
         }
         Ok(opened)
     }
@@ -194,44 +208,44 @@ impl<B: Backing> Engine<B> {
     /// if `truncates` is true.
     fn prepare_open(&self, file: &Arc<File<B>>, wants_write: bool, truncates: bool) -> Result<()> {
         self.open_files
-            .with_descriptor(|| self.open_backing(file, wants_write))?;
-        self.room.check_cache(file)?;
+            .with_descriptor(|| self.open_backing_file(file, wants_write))?;
+        self.room.evict_if_backing_changed(file)?;
         if truncates {
             self.exclusive.truncate_file(file, 0)?;
         }
         Ok(())
     }
 
-    /// Collects the facts that decide the mode of a new handle: what serves its reads. The settled size is the length
-    /// of a file that has all of its bytes in one memory file, a file in memory that the kernel can read itself.
-    fn mode_choice(
+    /// Collects the facts that decide the mode of a new handle: what serves its reads. Also records the present state
+    /// of the backing's file, which the next open compares.
+    fn collect_open_facts(
         &self,
         inode: &Arc<Inode<B>>,
         file: &Arc<File<B>>,
         wants_write: bool,
-    ) -> ModeChoice {
+    ) -> OpenFacts {
         let kernel_reads = self.open_files.kernel_reads(file);
         let allows_passthrough =
             self.kernel_cache.allows_passthrough() && kernel_reads == KernelReads::Passthrough;
         let is_cacheable = !wants_write && !self.base.options.serves_every_read;
-        // `is_as_cached` also records the present state of the file for the next open, so it is called for files that
-        // other hosts write (shared files) too.
-        let has_current_pages = is_cacheable
+        // The stamp is updated for files that other hosts write (shared files) too, although their cached pages never
+        // count as current.
+        let are_pages_unchanged = is_cacheable
             && !allows_passthrough
-            && self.kernel_cache.is_as_cached(inode)
-            && kernel_reads != KernelReads::Shared;
-        let settled_size = if is_cacheable && kernel_reads == KernelReads::Passthrough {
-            self.settled_size(file)
+            && self.kernel_cache.check_and_update_page_stamp(inode);
+        let has_current_pages = are_pages_unchanged && kernel_reads != KernelReads::Shared;
+        let memory_file_size = if is_cacheable && kernel_reads == KernelReads::Passthrough {
+            self.memory_file_size(file)
         } else {
             None
         };
-        ModeChoice {
+        OpenFacts {
             wants_write,
             is_cacheable,
             allows_passthrough,
             has_current_pages,
-            reads_memory: self.kernel_cache.passes_memory_through(),
-            settled_size,
+            kernel_reads_memory_files: self.kernel_cache.passes_memory_through(),
+            memory_file_size,
         }
     }
 
@@ -239,21 +253,29 @@ impl<B: Backing> Engine<B> {
     /// the kernel from its page cache, or the engine. The kernel allows only one mode for all handles of an inode, so
     /// the other handles of the file limit the choice.
     ///
-    /// The state of the file may have been dropped and made anew since `choice` was made.
+    /// `state` may have changed since the facts were collected.
     fn choose_open_mode(
         &self,
         inode: &Inode<B>,
         state: &mut FileState<B>,
-        choice: &ModeChoice,
+        facts: &OpenFacts,
     ) -> OpenMode {
-        let &ModeChoice {
+        let &OpenFacts {
             wants_write,
             is_cacheable,
             allows_passthrough,
             has_current_pages,
-            reads_memory,
-            settled_size,
-        } = choice;
+            kernel_reads_memory_files,
+            memory_file_size,
+        } = facts;
+        // If the kernel reads a memory file for other handles, it must do so for this one.
+        if state.is_passed_through_memory() {
+            return OpenMode::Memory;
+        }
+        // If one memory file has all bytes, it becomes the view of the file, which the kernel reads.
+        if kernel_reads_memory_files && self.create_view_for_kernel(state, memory_file_size) {
+            return OpenMode::Memory;
+        }
         let can_read_and_write = state
             .writer
             .as_ref()
@@ -264,13 +286,6 @@ impl<B: Backing> Engine<B> {
             is_only_in_backing && !state.opens.has_through_engine() && !wants_write;
         // While the kernel caches pages of an open file, it refuses passthrough for the inode.
         let is_cached = state.opens.has_cached();
-        // If other handles read a memory file, this one must too. Otherwise the kernel gets the memory file with all
-        // bytes of the file, if there is one.
-        if state.is_passed_through_memory()
-            || (reads_memory && self.create_view_for_kernel(state, settled_size))
-        {
-            return OpenMode::Memory;
-        }
         let can_begin_passthrough =
             allows_passthrough && can_read_and_write && needs_no_engine && !is_cached;
         if state.opens.has_passthrough() || can_begin_passthrough {
@@ -283,7 +298,7 @@ impl<B: Backing> Engine<B> {
             };
         }
         // The kernel may not read memory files itself, but it may cache pages that the engine reads from one.
-        if !reads_memory && self.can_keep_pages(state, settled_size) {
+        if !kernel_reads_memory_files && self.can_keep_pages(state, memory_file_size) {
             let keep = inode.record_memory_file_pages(state.changes);
             return OpenMode::Cached { keep };
         }
@@ -302,7 +317,7 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Returns the length of a file if all of its bytes are in one memory file.
-    fn settled_size(&self, file: &Arc<File<B>>) -> Option<u64> {
+    fn memory_file_size(&self, file: &Arc<File<B>>) -> Option<u64> {
         if !self.room.settles() {
             return None;
         }
@@ -330,13 +345,14 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Opens the file in the backing with the access that a new handle needs, so that open(2) returns the error of the
-    /// backing.
-    pub(crate) fn open_backing(&self, file: &Arc<File<B>>, wants_write: bool) -> Result<()> {
+    /// backing. Then makes changes by other hosts visible.
+    pub(crate) fn open_backing_file(&self, file: &Arc<File<B>>, wants_write: bool) -> Result<()> {
         if wants_write {
             let writer = self.open_files.writer(file)?;
-            return self.catch_up_at_open(file, &writer.file, FileUse::OpenedToWrite);
+            return self.read_changes_of_other_hosts(file, &writer.file, FileUse::OpenedToWrite);
         }
-        // Passthrough needs one descriptor that can also write, for writers that come later.
+        // For passthrough the kernel uses one descriptor for all handles. A later handle may write, so this descriptor
+        // must allow writes too.
         let writer = if self.kernel_cache.can_pass_through() {
             // An error is ignored, because a descriptor for reading is enough for this open.
             self.open_files.writer(file).ok()
@@ -347,12 +363,12 @@ impl<B: Backing> Engine<B> {
             Some(writer) => writer,
             None => self.open_files.reader(file)?,
         };
-        self.catch_up_at_open(file, &backing_file.file, FileUse::OpenedToRead)
+        self.read_changes_of_other_hosts(file, &backing_file.file, FileUse::OpenedToRead)
     }
 
     /// Makes changes visible that other hosts made before their close (close-to-open consistency). The kernel's cached
     /// attributes are dropped, because the length may have changed.
-    fn catch_up_at_open(
+    fn read_changes_of_other_hosts(
         &self,
         file: &File<B>,
         backing_file: &B::File,
@@ -374,8 +390,8 @@ impl<B: Backing> Engine<B> {
         self.insert_handle(id, inode, flags, choose_mode)
     }
 
-    /// Adds a handle under the unused number `id`, and returns the result of the open for the kernel. Calls
-    /// `choose_mode` under the file's lock; the mode says what serves the handle's reads.
+    /// Adds a handle under the unused number `id`, and returns the result of the open for the kernel. `choose_mode` is
+    /// called under the file's lock and returns what serves the handle's reads.
     pub(crate) fn insert_handle(
         &self,
         id: HandleId,
@@ -385,6 +401,7 @@ impl<B: Backing> Engine<B> {
     ) -> Opened {
         let access = flags & O_ACCMODE;
         let writable = access != O_RDONLY;
+        // The closure runs under the lock of the file, and sets these two values.
         let mut chosen_mode = OpenMode::Engine;
         let mut is_first_writer = false;
         let file = self.open_files.acquire_file_with(inode, |state| {
@@ -396,23 +413,11 @@ impl<B: Backing> Engine<B> {
             let events = &self.base.file_events;
             events.record(&file.inode, FileChange::Opened);
         }
-        // The file now has another handle, so the grant of a client process, which lets it write the file directly,
-        // ends.
+        // A client process may write a file directly only while its handle is the only one, so its grant ends.
         self.intake.end_grant(&file);
         let size = self.intake.size_for_kernel(&file);
-        let handle = Handle {
-            id,
-            file,
-            readable: access != O_WRONLY,
-            writable,
-            lease: Mutex::new(None),
-            written_bytes: AtomicU64::new(0),
-            was_closed_by_killed: AtomicBool::new(false),
-            has_closed_descriptor: AtomicBool::new(false),
-            opener: AtomicU32::new(0),
-            is_mapped: AtomicBool::new(false),
-            mode: Mutex::new(chosen_mode),
-        };
+        let readable = access != O_WRONLY;
+        let handle = Handle::new(id, file, readable, writable, chosen_mode);
         self.open_files.handles.insert(handle);
         Opened {
             handle: id,
@@ -450,12 +455,13 @@ impl<B: Backing> Engine<B> {
         self.base.journal.update_ending(state);
     }
 
-    /// Removes a handle from the state of its file, and ends what exists only for the handle: its mapping, and the
-    /// file's view (the memory file that readers use without requests) after its last reader.
+    /// Removes a handle from the state of its file, and ends the mapping of its process. After the last reader of the
+    /// view (a memory file that programs read without requests), the view ends too.
     fn remove_handle_from_state(&self, handle: &Handle<B>, state: &mut FileState<B>) {
         let mode = *handle.mode.lock();
         if handle.has_closed_descriptor.load(Ordering::Acquire) {
-            // The handle was counted as closing when its descriptor was closed.
+            // From the close of a descriptor until its release, a writer counts as closing. So of several writers that
+            // close at once, the last one is known.
             state.opens.end_closing();
         }
         state.opens.remove(handle.id, mode, handle.writable);
@@ -464,8 +470,12 @@ impl<B: Backing> Engine<B> {
         self.base.journal.record_released(handle, state);
         match mode {
             OpenMode::Engine | OpenMode::Memory => {}
-            // The kernel may have written by itself, so the contents count as changed.
-            OpenMode::Passthrough => state.changes += u64::from(handle.writable),
+            OpenMode::Passthrough => {
+                // The kernel may have written by itself, so the contents count as changed.
+                if handle.writable {
+                    state.changes += 1;
+                }
+            }
             OpenMode::Cached { .. } => self.kernel_cache.count_cached_release(),
         }
     }
@@ -573,16 +583,20 @@ impl<B: Backing> Engine<B> {
         Ok(written_bytes)
     }
 
+    /// Makes the rest of a handle's slab (the part of the arena that it fills) available to the next small file.
+    fn park_lease(&self, handle: &Handle<B>) {
+        if let Some(lease) = handle.lease.lock().take() {
+            self.room.space.parked.park(&self.base.arena, lease);
+        }
+    }
+
     /// Ends a handle after its last use. Pending bytes (not in the backing yet) remain pending and are drained. A file
     /// without a name and without another handle is discarded. Does nothing if the handle is unknown.
     pub fn release(&self, handle_id: HandleId) {
         let Some(handle) = self.open_files.handles.remove(handle_id) else {
             return;
         };
-        // The handle's slab is a part of the arena. The next small file may use the rest of it.
-        if let Some(lease) = handle.lease.lock().take() {
-            self.room.space.parked.park(&self.base.arena, lease);
-        }
+        self.park_lease(&handle);
         let file = &handle.file;
         let mut state = file.lock();
         self.intake.revoke_grant(file, &mut state);
@@ -590,14 +604,39 @@ impl<B: Backing> Engine<B> {
         let is_closed = state.opens.is_empty();
         let is_orphan = state.unlinked && is_closed;
         let was_last_writer = handle.writable && !state.opens.has_writers();
-        // The FLUSH of the close usually requests the drain. But the kernel drops a FLUSH that firnd has not read when
-        // the process is killed.
+        // Usually close(2) requests the drain, by a FLUSH request. But when a process is killed, its FLUSH may never
+        // reach firnd, so the drain is requested here too.
         if was_last_writer && self.base.options.close == ClosePolicy::Drain && !state.unlinked {
             self.drain.force(file, &mut state);
         }
+        // A cut file is incomplete, because a writer of it was killed.
         file.inode.record_cut(state.opens.is_cut());
         // The lock is released, because the next steps call the backing.
         drop(state);
+        self.finish_release(
+            &handle,
+            ReleasedHandle {
+                is_closed,
+                is_orphan,
+                was_last_writer,
+            },
+        );
+        if let Some(live) = self.live() {
+            // The next firnd reads the open handles from the live table. This removal comes last: if firnd dies before
+            // it, the next firnd releases the handle again.
+            live.forget_handle(handle.id.0);
+        }
+        self.room.wake_writers();
+    }
+
+    /// Does the steps of [`Self::release`] that may call the backing, without the lock of the file.
+    fn finish_release(&self, handle: &Handle<B>, released: ReleasedHandle) {
+        let ReleasedHandle {
+            is_closed,
+            is_orphan,
+            was_last_writer,
+        } = released;
+        let file = &handle.file;
         if was_last_writer {
             let events = &self.base.file_events;
             events.record(&file.inode, FileChange::Closed);
@@ -611,19 +650,14 @@ impl<B: Backing> Engine<B> {
             self.exclusive.discard(file);
         }
         if is_closed {
-            // The keeper has a descriptor of a file without a name for the next firnd, as long as the file is open.
+            // The keeper (the process that starts the next firnd) may have a descriptor of a file without a name. It
+            // needs the descriptor only while the file is open.
             self.open_files.remove_from_keeper(file);
         }
         if was_last_writer {
             // A large file without a writer is copied to a memory file.
-            self.room.queue_for_settling(file);
+            self.room.queue_for_memory_file(file);
         }
         self.open_files.drop_if_unused(file);
-        if let Some(live) = self.live() {
-            // The removal from the live table, which the next firnd reads, comes last: if firnd dies before it, the
-            // next firnd ends the handle again.
-            live.forget_handle(handle.id.0);
-        }
-        self.room.wake_writers();
     }
 }

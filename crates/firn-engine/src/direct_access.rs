@@ -6,8 +6,11 @@
 //! * A *slab* is a part of the arena. A *lease* is the client's right to fill one slab.
 //! * A *piece* is one recorded append of bytes. A client *publishes* it by its record in the slab; the engine then
 //!   *ingests* it, so that it counts as pending data of the file.
-//! * A *list* tells a reader where the bytes of a file lie. When the list becomes invalid, the engine raises a counter
-//!   in the arena (the file's word).
+//! * A *list* tells a reader where the bytes of a file lie. Its *stamp* is the value of the file's *version counter* in
+//!   the arena. The engine raises the counter to make all lists of the file invalid.
+//!
+//! A direct write: the client gets the grant and a lease, stores bytes and a record in its slab, and sends nothing. The
+//! engine reads the record when it next needs the file.
 //!
 //! Promises
 //! * Each answer about a file covers every byte whose write has returned: pieces that the client has published are
@@ -16,8 +19,8 @@
 //!   truncation revokes the grant first ([`Intake::revoke_grant`]); afterwards the client writes through the kernel.
 //! * A piece that may still grow is neither drained nor marked dead.
 //!
-//! Order of writes: a lease reserves one sequence for each of its records. The sequences are in the order of the
-//! writes, because only the client writes the file during a grant, and the client fills its leases one after the other.
+//! Order of writes: each record has a *sequence* number, which its lease has reserved. These numbers are in the order
+//! of the writes: during a grant only the client writes the file, and it fills its leases one after the other.
 
 use std::ops::Range;
 use std::os::fd::OwnedFd;
@@ -51,8 +54,8 @@ use crate::{
 /// Number of leases that remain when the client asks for more: it may still be filling the last one.
 const LEASES_KEPT_MAX: usize = 1;
 
-/// Maximum number of tries to make a list. A change of the file makes a try fail.
-const LIST_TRIES_MAX: usize = 4;
+/// Maximum number of attempts to make a list. A change of the file makes an attempt fail.
+const LIST_ATTEMPTS_MAX: usize = 4;
 
 /// Result of a client's request, or the reason why the request is refused.
 type DirectResult<T> = std::result::Result<T, DirectRefusal>;
@@ -90,7 +93,7 @@ impl PartialList {
         }
         self.end = self.end.min(located.end);
         self.extents.retain(|extent| extent.offset < self.end);
-        self.extents = fill_gaps(&self.extents, &located.parts);
+        self.extents = merge_by_offset(&self.extents, &located.parts);
         if let Some(first_left_out) = self.extents.get(EXTENTS_MAX) {
             self.end = first_left_out.offset;
             self.extents.truncate(EXTENTS_MAX);
@@ -108,9 +111,11 @@ fn allows_lists<B: Backing>(state: &FileState<B>) -> bool {
         && !state.direct.has_grant()
 }
 
-/// Merges two sorted lists of places of a file's bytes: the `extents` of the arena, and the `parts` that lie in the
-/// backing. Where both have bytes, the arena's bytes are newer and are used.
-fn fill_gaps(extents: &[ListedExtent], parts: &[LocatedPart]) -> Vec<ListedExtent> {
+/// Merges two lists of places, both in the order of the file offsets: the `extents` of the arena, and the `parts` that
+/// lie in the backing. Where both have bytes, the arena's bytes are newer and are used.
+///
+/// Example: extent 4..6 and part 0..10 give part 0..4, extent 4..6, part 6..10.
+fn merge_by_offset(extents: &[ListedExtent], parts: &[LocatedPart]) -> Vec<ListedExtent> {
     let mut merged = Vec::with_capacity(extents.len() + parts.len());
     let mut extents_left = extents.iter().peekable();
     for part in parts {
@@ -122,6 +127,7 @@ fn fill_gaps(extents: &[ListedExtent], parts: &[LocatedPart]) -> Vec<ListedExten
                 .peek()
                 .copied()
                 .filter(|extent| extent.offset < part_end);
+            // The extent may have begun before `offset`, in an earlier part.
             let gap_end = next_extent.map_or(part_end, |extent| extent.offset.max(offset));
             if gap_end > offset {
                 merged.push(list_backing_part(part, offset..gap_end));
@@ -132,7 +138,7 @@ fn fill_gaps(extents: &[ListedExtent], parts: &[LocatedPart]) -> Vec<ListedExten
                 // The extent may also cover bytes of the next part, so it remains the next extent.
                 break;
             }
-            // An extent that no part covers may end before this part.
+            // The extent may lie before this part as a whole. The offset never goes back.
             offset = extent_end.max(gap_end);
             merged.push(*extent);
             extents_left.next();
@@ -188,8 +194,8 @@ impl<B: Backing> DirectAccess<B> {
     /// directly. From now on the kernel must not cache the file's attributes. Before the client gets the answer, the
     /// caller must make the kernel drop the attributes that it has cached.
     ///
-    /// Fails with `BadToken` if the handle is not open for writing. Fails with `Busy` if the file has another handle,
-    /// set-id bits, capabilities or no name, or if a drain of it failed; the client then writes through the kernel.
+    /// Fails with `BadToken` if the handle is not open for writing. Fails with `Busy` if the client must write through
+    /// the kernel: the file has another handle, set-id bits, capabilities or no name, or a drain of it failed.
     pub fn grant_direct_access(
         &self,
         client: ClientId,
@@ -205,16 +211,16 @@ impl<B: Backing> DirectAccess<B> {
         // The journal may get a record with the file's paths, so no path changes meanwhile.
         let granted = self
             .tree
-            .paths
+            .claims
             .with_unchanged_paths(|| file.inode.paths(), create_grant)?;
-        // From here on only the client changes the file. Bytes that a drain moves to the backing before the next call
-        // are counted in the arena or in the backing.
+        // From here on only the client changes the file. Its length is the larger of two: the length in the backing,
+        // and the end of the pending bytes. A drain before the next call does not change that.
         let attr = self
             .tree
             .object(&file.inode)
             .and_then(|object| self.base.backing.attr(&object));
-        // The grant does not end by a change of privileges that came before it. The epoch, which is raised when any
-        // file may get privileges, shows such a change.
+        // The epoch is raised when any file may get privileges. A change before the grant was made did not end the
+        // grant, so the epochs are compared.
         let have_privileges_changed = self.privileges.epoch() != epoch_before;
         match attr {
             Ok(attr) if !has_set_id_bits(&attr) && !have_privileges_changed => Ok(DirectGrant {
@@ -290,8 +296,8 @@ impl<B: Backing> DirectAccess<B> {
     /// Leases a slab (a part of the arena that the client fills with bytes) to the client that has the grant. Ends all
     /// earlier leases except the last one.
     ///
-    /// Returns the slab, and further slabs to fill after it. The further slabs together have at most the size that the
-    /// client asks for, and at most the size that it has written so far.
+    /// Returns the slab, and further slabs to fill after it. All slabs together have at most the smaller of two sizes:
+    /// what the client asks for, and what it has written so far. The first slab is leased even if it is larger.
     ///
     /// Fails with `BadToken` if the client has no grant of this handle. Fails with `Full` if the arena has no room. The
     /// grant is then revoked, and the client writes through the kernel, where the write waits for room.
@@ -306,11 +312,8 @@ impl<B: Backing> DirectAccess<B> {
         let mut state = file.lock();
         // Ends the leases that the client has filled, and counts its bytes.
         self.intake.ingest_published(file, &mut state);
-        while state
-            .direct
-            .grant()
-            .is_some_and(|grant| grant.leases.len() > LEASES_KEPT_MAX)
-        {
+        let has_excess_lease = |grant: &Grant| grant.leases.len() > LEASES_KEPT_MAX;
+        while state.direct.grant().is_some_and(has_excess_lease) {
             self.intake.end_first_lease(file, &mut state);
         }
         let written_bytes = state.direct.grant().map_or(0, |grant| grant.bytes);
@@ -323,11 +326,9 @@ impl<B: Backing> DirectAccess<B> {
             state = file.lock();
         }
         let last_write_ns = state.pending.recorded_ns();
-        let Some(grant) = state
-            .direct
-            .grant_mut()
-            .filter(|grant| grant.client == client && grant.handle == handle_id)
-        else {
+        // The grant may have ended while the lock was released.
+        let is_of_client = |grant: &&mut Grant| grant.client == client && grant.handle == handle_id;
+        let Some(grant) = state.direct.grant_mut().filter(is_of_client) else {
             return Err(DirectRefusal::BadToken);
         };
         let Some(first_slab) = self.lease_slab(grant, class, request, last_write_ns) else {
@@ -446,7 +447,7 @@ impl<B: Backing> DirectAccess<B> {
         if self.base.options.serves_every_read {
             return Err(DirectRefusal::Busy);
         }
-        for _ in 0..LIST_TRIES_MAX {
+        for _ in 0..LIST_ATTEMPTS_MAX {
             if let Some(list) = self.try_list(&handle.file, from, files_max)? {
                 return Ok(list);
             }
@@ -454,13 +455,14 @@ impl<B: Backing> DirectAccess<B> {
         Err(DirectRefusal::Busy)
     }
 
-    /// Returns a descriptor of the memory file that has all bytes of a file, for a mapping by the process that opened
-    /// the file for reading. While the handle is open, the mapping shows each change of the file.
+    /// Returns a descriptor of the memory file that has all bytes of a file. The process of the handle maps it, and its
+    /// mapping shows each change of the file while the handle is open.
     ///
-    /// The memory file becomes the file's view (it also gets each later change) until the last such handle is released.
+    /// The memory file becomes the *view* of the file: each later change is stored there too, until no handle reads it
+    /// any more.
     ///
-    /// Fails with `BadToken` if the handle is not open for reading only. Fails with `Busy` if there is no such memory
-    /// file.
+    /// Fails with `BadToken` if the handle is not open for reading only. Fails with `Busy` if no memory file has all
+    /// bytes, or if the file is in use otherwise; the process then reads through the kernel.
     pub fn map_file(&self, handle_id: HandleId) -> DirectResult<OwnedFd> {
         let Ok(handle) = self.open_files.handle(handle_id) else {
             return Err(DirectRefusal::BadToken);
@@ -487,9 +489,10 @@ impl<B: Backing> DirectAccess<B> {
         }
         if descriptor.is_err() {
             state.end_view(&self.base.arena);
-        } else if handle.record_mapping(&mut state)
-            && let Some(live) = self.tree.names.live()
-        {
+            return descriptor;
+        }
+        let is_first_mapping = handle.record_mapping(&mut state);
+        if is_first_mapping && let Some(live) = self.tree.names.live() {
             // The view is recorded in the live table before the process can map it, so that a next firnd continues to
             // store changes in the view.
             live.record_view(handle_id.0, view.number());
@@ -500,8 +503,8 @@ impl<B: Backing> DirectAccess<B> {
     /// Tries once to make a list of the places of a file's bytes; see [`Self::list_extents`]. Returns `None` if the
     /// file changed meanwhile. Fails with `Busy` if the file has a writer, or its bytes cannot be located.
     ///
-    /// The list contains the *stamp*: the value that the file's word, a counter in the arena, had when the list was
-    /// begun. A change of the file raises the word. The reader then sees that its list is not valid any more.
+    /// The list contains a *stamp*: the value of the file's version counter in the arena. A change of the file raises
+    /// the counter. The reader then sees another value, and does not use the list any more.
     fn try_list(
         &self,
         file: &Arc<File<B>>,
@@ -516,11 +519,10 @@ impl<B: Backing> DirectAccess<B> {
         self.intake.grants.record_list();
         let pending_end = state.pending.end();
         let mut list = self.list_arena_extents(&state, from, files_max)?;
-        // The arena has a limited number of words (counters that are raised to make lists invalid), so several files
-        // share a word.
-        let word_index = (file.inode.id.0 % u64::from(WORDS_COUNT)) as u32;
-        state.direct.record_list(word_index);
-        let (word_position, mut stamp) = self.base.arena.file_word(word_index);
+        // The arena has a limited number of version counters, so several files share one.
+        let counter_index = (file.inode.id.0 % u64::from(WORDS_COUNT)) as u32;
+        state.direct.record_list(counter_index);
+        let (counter_position, mut stamp) = self.base.arena.file_word(counter_index);
         let reader = state.open_reader();
         // The lock is released, because the next steps call the backing.
         drop(state);
@@ -537,8 +539,9 @@ impl<B: Backing> DirectAccess<B> {
         };
         let mut valid_until = None;
         if let Some(in_backing) = in_backing {
-            let Some(new_stamp) = self.record_backing_list(file, word_index, stamp, &in_backing)?
-            else {
+            let stamp_of_backing_list =
+                self.record_backing_list(file, counter_index, stamp, &in_backing)?;
+            let Some(new_stamp) = stamp_of_backing_list else {
                 return Ok(None);
             };
             stamp = new_stamp;
@@ -547,7 +550,7 @@ impl<B: Backing> DirectAccess<B> {
         }
         Ok(Some(DirectList {
             size,
-            slot: word_position,
+            slot: counter_position,
             stamp,
             extents: list.extents,
             end: list.end,
@@ -559,13 +562,13 @@ impl<B: Backing> DirectAccess<B> {
     /// Records that a reader gets a list which names files of the backing, so that changes by other hosts make the list
     /// invalid. Fails with `Busy` if the file must have no list, for example because it has a writer.
     ///
-    /// A list is valid while the file's word, a counter in the arena, has the same value. `stamp` is this value from
-    /// before the list was made. Returns the stamp that the list gets (`stamp` or a new one), or `None` if the list is
-    /// already invalid.
+    /// Returns the stamp that the list gets, or `None` if the list is already invalid. A list is valid while the file's
+    /// version counter equals the stamp. `stamp` is the value of the counter from before the list was made. It is
+    /// returned unchanged, unless readers have lists of an older state of the backing.
     fn record_backing_list(
         &self,
         file: &File<B>,
-        word_index: u32,
+        counter_index: u32,
         stamp: u32,
         in_backing: &LocatedInBacking<B>,
     ) -> DirectResult<Option<u32>> {
@@ -574,21 +577,22 @@ impl<B: Backing> DirectAccess<B> {
         if !allows_lists(&state) {
             return Err(DirectRefusal::Busy);
         }
-        let present_stamp = || self.base.arena.file_word(word_index).1;
+        let present_stamp = || self.base.arena.file_word(counter_index).1;
         let is_valid = state.direct.has_lists() && present_stamp() == stamp;
-        // A change by another host invalidates lists under this lock. A change that was recorded earlier found no list
-        // of the backing, so the counters are compared here.
+        // From here on, a change by another host makes this list invalid. A change since the places were read had no
+        // list to make invalid, so it is noticed by its count.
         let facts = self.base.backing.facts(&in_backing.object);
         if !is_valid || facts.changes_by_others != changes_by_others {
             return Ok(None);
         }
-        if state.direct.record_backing_list(changes_by_others) {
+        let has_same_backing_state = state.direct.try_record_backing_list(changes_by_others);
+        if has_same_backing_state {
             return Ok(Some(stamp));
         }
         // Earlier lists describe another state of the backing: they become invalid, and this list gets a new stamp.
         state.direct.invalidate_lists(&self.base.arena);
-        state.direct.record_list(word_index);
-        state.direct.record_backing_list(changes_by_others);
+        state.direct.record_list(counter_index);
+        state.direct.try_record_backing_list(changes_by_others);
         Ok(Some(present_stamp()))
     }
 
@@ -628,7 +632,7 @@ impl<B: Backing> DirectAccess<B> {
     /// result. Extents in further memory files remain unchanged, and clients read them through the kernel.
     fn open_memory_files(&self, extents: &mut [ListedExtent], files_max: usize) -> Vec<OwnedFd> {
         let mut files = Vec::new();
-        // Number of each memory file in `files`.
+        // The number of each memory file in `files`, at the same index.
         let mut file_numbers = Vec::new();
         for extent in extents {
             if extent.place != IN_MEMORY_FILE {
@@ -639,10 +643,11 @@ impl<B: Backing> DirectAccess<B> {
             };
             let number = memory_file.number();
             let known_index = file_numbers.iter().position(|known| *known == number);
-            let index = if let Some(index) = known_index {
+            let file_index = if let Some(index) = known_index {
                 index
             } else {
-                if files.len() >= files_max.min(FILES_MAX) {
+                let is_list_full = files.len() >= files_max.min(FILES_MAX);
+                if is_list_full {
                     continue;
                 }
                 let Ok(descriptor) = memory_file.reader() else {
@@ -652,10 +657,10 @@ impl<B: Backing> DirectAccess<B> {
                 file_numbers.push(number);
                 files.len() - 1
             };
-            // For a reader, a memory file with a descriptor is the same as a file of the backing. With this place,
-            // `chunk` is the index of the descriptor.
+            // A reader reads a memory file as it reads a file of the backing, by a descriptor. The format has one place
+            // for both. Its field `chunk` is then the index of the descriptor.
             extent.place = IN_BACKING;
-            extent.chunk = index as u32;
+            extent.chunk = file_index as u32;
         }
         files
     }
@@ -697,7 +702,7 @@ impl<B: Backing> DirectAccess<B> {
         limits: LocateLimits,
     ) -> Result<Option<LocatedInBacking<B>>> {
         let backing = &self.base.backing;
-        for _ in 0..LIST_TRIES_MAX {
+        for _ in 0..LIST_ATTEMPTS_MAX {
             let changes_by_others = backing.facts(object).changes_by_others;
             let located = backing.locate(file, range.clone(), limits)?;
             if backing.facts(object).changes_by_others != changes_by_others {
@@ -793,7 +798,7 @@ mod tests {
             }
             let mut found = [None; BYTES];
             let mut end = 0;
-            for extent in fill_gaps(&extents, &parts) {
+            for extent in merge_by_offset(&extents, &parts) {
                 assert!(extent.offset >= end && extent.len > 0, "seed {seed}");
                 end = extent.offset + extent.len;
                 for at in extent.offset..end {

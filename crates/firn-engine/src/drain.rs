@@ -1,14 +1,17 @@
 //! Queues of the files that have bytes to write to the backing, the directory that the mount serves: one queue for each
-//! lane (one I/O server). Also the interface of the executor, the threads that make these writes.
+//! lane (one I/O server). The trait [`Executor`] is the interface to the threads that make these writes.
 //!
-//! A file enters the queue of its lane ([`queue::DrainQueue`]) in one of four cases: a run of its pending bytes is long
-//! enough for a write, a caller waits for it, its data is old, or the arena (the memory with the pending bytes) is
-//! short of room. [`Drainer`](crate::Drainer) takes files from the queues.
+//! A file enters the queue of its lane ([`queue::DrainQueue`]) in one of four cases:
+//! * enough new bytes of it are pending for a write
+//! * a caller waits for its drain
+//! * its oldest pending byte is old
+//! * the *arena*, the memory with the pending bytes, is short of room
 //!
-//! Locks: a file's lock may be held for calls of this module, as most of them change its state and the queue
-//! together.
+//! [`Drainer`](crate::Drainer) takes the files from the queues, and decides which bytes are written.
 //!
-//! docs/internals/drain.md
+//! Locks: the caller may hold the lock of a file. Most functions change the state of the file and its queue together.
+//!
+//! See docs/internals/drain.md.
 
 mod line;
 mod queue;
@@ -51,7 +54,8 @@ pub(crate) struct Drain<B: Backing> {
     gathers: bool,
     /// Set by [`Drain::set_executor`]; without one, no thread is woken.
     executor: RwLock<Option<Arc<dyn Executor>>>,
-    /// Number of callers that wait for files to be drained: the sum over all files. It may briefly be larger.
+    /// Number of callers that wait for files to be drained, over all files. A caller is counted before it is added to
+    /// its file, so the number may briefly be larger than the sum over the files.
     waiter_count: AtomicU64,
     /// Recorder of events of files.
     pub(crate) file_events: Arc<FileEvents<B>>,
@@ -253,37 +257,38 @@ impl<B: Backing> Drain<B> {
     }
 }
 
-/// Asserts that the queue of a lane (one I/O server) agrees with the states of the lane's files: which of them stand in
-/// line, are being written, are old, or failed.
+/// Asserts that the queue of a lane (one I/O server) agrees with the states of the lane's files: which of them are
+/// queued, are being written, have old bytes, or failed.
 fn assert_queue<B: Backing>(queue: &DrainQueue<File<B>>, files: &[&Arc<File<B>>]) {
-    let mut in_flight = 0;
-    let mut aged = BTreeSet::new();
+    let mut writes_in_flight = 0;
+    // The time of each file's oldest pending byte, with the address that identifies the file in the queue.
+    let mut oldest_of_files = BTreeSet::new();
     for file in files {
-        let times_in_line = queue.count_in_line(file);
+        let queued_count = queue.count_in_line(file);
         let state = file.lock();
         assert_eq!(
-            times_in_line,
+            queued_count,
             usize::from(state.drain.is_queued()),
             "times that a file stands in line"
         );
-        in_flight += state.drain.writes_in_flight();
+        writes_in_flight += state.drain.writes_in_flight();
         if let Some(oldest) = state.drain.oldest() {
-            aged.insert((oldest, Arc::as_ptr(file) as usize));
+            oldest_of_files.insert((oldest, Arc::as_ptr(file) as usize));
         }
         if let Some(failure) = state.drain.failure() {
-            let will_be_tried = queue.has_retry(failure.retry_at, file);
+            let is_retry_planned = queue.has_retry(failure.retry_at, file);
             assert!(
-                will_be_tried || failure.retry_at <= Instant::now(),
+                is_retry_planned || failure.retry_at <= Instant::now(),
                 "a failed file is not tried again"
             );
         }
     }
     assert_eq!(
         queue.figures().active,
-        in_flight,
+        writes_in_flight,
         "jobs that are not completed"
     );
-    assert_eq!(queue.oldest_of_files(), aged, "ages of files");
+    assert_eq!(queue.oldest_of_files(), oldest_of_files, "ages of files");
 }
 
 /// Asserts that the totals of a lane are those of its files.

@@ -27,7 +27,7 @@ use crate::intake::Intake;
 use crate::names::{Fingerprint, Inode, last_name_change};
 use crate::open_files::OpenFiles;
 use crate::space::Room;
-use crate::tree::{NameTree, SyncCoverage};
+use crate::tree::{NameTree, SyncSnapshot};
 use crate::{InodeId, Result};
 
 /// Time between two progress reports of a long wait.
@@ -120,13 +120,16 @@ impl<B: Backing> Durability<B> {
         self.level_in_backing(inode)
     }
 
-    /// Returns the durability level of a file without pending bytes, which is drained (all bytes are in the backing) or
-    /// durable (synced there). The file is durable under three conditions: this firnd has synced its bytes and names,
-    /// size and time are unchanged since, and no transaction may undo it.
+    /// Returns the durability level of a file without pending bytes. There are three outcomes:
+    /// * *durable*, if this firnd has synced its bytes and names, and size and time are unchanged since
+    /// * *drained* otherwise: all bytes are in the backing
+    /// * a lower level, if the backing limits it (`level_max`), for example because a transaction may still
+    ///   undo the changes
     pub(crate) fn level_in_backing(&self, inode: &Inode<B>) -> DurabilityLevel {
-        // Size and time at the last sync; `None` if data or names are not synced.
+        // `None` if data or names are not synced. Otherwise size and time at the last sync.
         let synced = inode.synced();
-        // An unsynced file is drained, except on a backing with logs (`finishes_files`), which may give a lower level.
+        // An unsynced file is drained. A backing that keeps bytes in logs (`finishes_files`) may report a lower level,
+        // so it is asked below.
         if synced.is_none() && !self.base.backing.features().finishes_files {
             return DurabilityLevel::Drained;
         }
@@ -142,12 +145,12 @@ impl<B: Backing> Durability<B> {
         } else {
             DurabilityLevel::Drained
         };
-        // A transaction may still undo its changes, and a layer of the backing may keep bytes in logs. Both limit the
-        // level.
-        level.min(self.base.backing.level_max(&object))
+        let level_max = self.base.backing.level_max(&object);
+        level.min(level_max)
     }
 
-    /// Syncs a file's data, and the directories with its names, in the backing. With `data_only` as fdatasync(2) does.
+    /// Syncs a file's data, and the directories with its names, in the backing. If `data_only` is true, syncs
+    /// only the attributes that reads of the data need, as fdatasync(2) does.
     ///
     /// If no byte was pending (not in the backing), the file is durable afterwards. Pending bytes are not drained here,
     /// and the file keeps its level. If the sync of the data fails, the data counts as unsynced again, and the error is
@@ -163,47 +166,53 @@ impl<B: Backing> Durability<B> {
         };
         if self.base.backing.kernel_reads(&backing_file.file) == KernelReads::Shared {
             // Another host may have synced newer bytes than those that the arena caches.
-            self.room.check_cache(file)?;
+            self.room.evict_if_backing_changed(file)?;
         }
-        // The sync may not cover bytes that are changed or drained during it. So size and time are read before it, and
-        // `data_unsynced` is cleared before it: a drain sets it again.
-        let covered = self.tree.covered_by_sync(&file.inode);
+        // The sync may not cover bytes that are changed or drained during it. So the snapshot of size and time is taken
+        // before the sync. `data_unsynced` is cleared before the sync too, and each later drain sets it again.
+        let snapshot_before_sync = self.tree.take_sync_snapshot(&file.inode).ok();
         file.inode.data_unsynced.store(false, Ordering::Release);
         if let Err(errno) = self.base.backing.sync(&backing_file.file, data_only) {
             file.inode.data_unsynced.store(true, Ordering::Release);
-            let path = file.inode.paths().into_iter().next().unwrap_or_default();
-            self.base
-                .errors
-                .record(path, errno, "fsync of the backing failed".into());
+            self.record_sync_error(&file.inode, errno);
             return Err(errno);
         }
         self.sync_names(&file.inode)?;
-        if had_no_pending_bytes && let Ok(covered) = covered {
-            file.inode.synced.set(covered.fingerprint);
+        if had_no_pending_bytes && let Some(snapshot) = snapshot_before_sync {
+            file.inode.synced.set(snapshot.fingerprint);
             let events = &self.base.file_events;
             events.record(&file.inode, FileChange::Durable);
             // The inode is kept after the kernel forgets it, so that the level remains known.
-            self.tree.names.remember(&file.inode, covered.bytes);
+            self.tree.names.remember(&file.inode, snapshot.bytes);
         }
         Ok(())
+    }
+
+    /// Records for the status that a sync of a file's data failed.
+    fn record_sync_error(&self, inode: &Inode<B>, errno: Errno) {
+        let path = inode.paths().into_iter().next().unwrap_or_default();
+        self.base
+            .errors
+            .record(path, errno, "fsync of the backing failed".into());
     }
 
     /// Syncs all objects at or below a directory in the backing, and marks the known files there as durable, if no byte
     /// of them is pending.
     fn sync_data_below(&self, path: &[u8], directory: &Inode<B>) -> Result<()> {
         let mut inodes = self.known_inodes_below(path);
-        // Only directories and files are needed below. A reference to another inode would keep its table entries, if
-        // the kernel forgets it during the sync.
+        // Only directories and files are needed below. The references to other inodes are dropped now, so that the
+        // tables can forget these inodes during the sync.
         inodes.retain(|inode| matches!(inode.kind, Kind::Dir | Kind::File));
         let files: Vec<_> = inodes
             .iter()
             .filter(|inode| inode.kind == Kind::File)
             .collect();
-        // The state that the sync covers is read before the sync, because files may be changed or drained during it.
-        let covered_name_change = last_name_change();
-        let coverages: Vec<_> = files
+        // Names and files may be changed, and files drained, during the sync. So the state that it covers is read
+        // first.
+        let name_change_before_sync = last_name_change();
+        let snapshots: Vec<_> = files
             .iter()
-            .map(|inode| self.tree.covered_by_sync(inode).ok())
+            .map(|inode| self.tree.take_sync_snapshot(inode).ok())
             .collect();
         let unsynced_files: Vec<_> = files
             .iter()
@@ -212,7 +221,7 @@ impl<B: Backing> Durability<B> {
         let synced = self
             .tree
             .object(directory)
-            .and_then(|top| self.base.backing.sync_scope(SyncScope::Tree(&top)));
+            .and_then(|object| self.base.backing.sync_scope(SyncScope::Tree(&object)));
         if synced.is_err() {
             for inode in unsynced_files {
                 inode.data_unsynced.store(true, Ordering::Release);
@@ -220,15 +229,15 @@ impl<B: Backing> Durability<B> {
             return synced;
         }
         for dir in inodes.iter().filter(|inode| inode.kind == Kind::Dir) {
-            dir.record_entries_synced(covered_name_change);
+            dir.record_entries_synced(name_change_before_sync);
         }
-        for (inode, coverage) in files.iter().zip(coverages) {
+        for (inode, snapshot) in files.iter().zip(snapshots) {
             // The sync of the tree covers names in it. A file may have another name elsewhere.
             if !inode.are_names_synced() {
                 self.sync_names(inode)?;
             }
-            if let Some(coverage) = coverage {
-                self.mark_synced_if_clean(inode, coverage);
+            if let Some(snapshot) = snapshot {
+                self.mark_synced_if_clean(inode, snapshot);
             }
         }
         Ok(())
@@ -244,20 +253,20 @@ impl<B: Backing> Durability<B> {
     }
 
     /// Marks an inode as durable after a sync of its data, unless it has pending bytes, which the sync did not cover.
-    /// `coverage` is the state of the file before the sync.
-    fn mark_synced_if_clean(&self, inode: &Arc<Inode<B>>, coverage: SyncCoverage) {
+    /// `snapshot` is the state of the file from before the sync.
+    fn mark_synced_if_clean(&self, inode: &Arc<Inode<B>>, snapshot: SyncSnapshot) {
         // A file that is not in the table has no pending bytes.
         let file = self.open_files.known_file(inode);
         // The lock is held until the mark is set, so that no write comes in between.
         let state = file.as_ref().map(|file| {
             let mut state = file.lock();
-            // Bytes that a client process has stored in the arena without a request count, too.
+            // Bytes that a client process has stored in the arena, without a request, count as written too.
             self.intake.ingest_published(file, &mut state);
             state
         });
         let is_clean = state.as_ref().is_none_or(|state| state.pending.is_empty());
         if is_clean {
-            inode.synced.set(coverage.fingerprint);
+            inode.synced.set(snapshot.fingerprint);
         }
         // The lock is released, because the mark is set.
         drop(state);
@@ -267,15 +276,15 @@ impl<B: Backing> Durability<B> {
         }
         // The inode is kept after the kernel forgets it, so that the level remains known.
         if inode.synced.get().is_some() {
-            self.tree.names.remember(inode, coverage.bytes);
+            self.tree.names.remember(inode, snapshot.bytes);
         }
     }
 
     /// Syncs the names in a directory. Changes of names that come during the sync are not covered.
     pub(crate) fn sync_entries(&self, dir: &Inode<B>) -> Result<()> {
-        let covered_name_change = last_name_change();
+        let name_change_before_sync = last_name_change();
         self.base.backing.sync_dir(&self.tree.object(dir)?)?;
-        dir.record_entries_synced(covered_name_change);
+        dir.record_entries_synced(name_change_before_sync);
         Ok(())
     }
 

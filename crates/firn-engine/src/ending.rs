@@ -24,7 +24,7 @@ impl FileJournal {
 
     /// Records that a handle was released. The file is cut if the process of a writer was killed.
     pub(crate) fn record_released<B: Backing>(&self, handle: &Handle<B>, state: &mut FileState<B>) {
-        if handle.writable && handle.was_closed_by_killed.load(Ordering::Acquire) {
+        if handle.writable && handle.was_closed_by_kill.load(Ordering::Acquire) {
             state.opens.record_cut();
         }
         self.update_ending(state);

@@ -1,8 +1,8 @@
 //! Puts an engine together from its parts. The engine does the work of all file operations of one mount.
 //!
-//! Each part has its own locks and invariants, and uses only parts below it; the table in `lib.rs` shows their order.
+//! Each part has its own locks and invariants, and uses only parts below it; the list in `lib.rs` shows their order.
 //! * An operation that needs one part and parts below it is a method of that part.
-//! * An operation that needs many parts is a method of [`Engine`], in a module that the table lists above the engine.
+//! * An operation that needs many parts is a method of [`Engine`], in a module that the list has at its top.
 //!
 //! The *backing* is the directory that the mount serves. The *arena* is shared memory with the bytes that are not in
 //! the backing yet; they are *pending*, and a *drain* writes them there.
@@ -66,11 +66,11 @@ pub struct Engine<B: Backing> {
     pub open_files: Arc<OpenFiles<B>>,
     /// Which pages and attributes of files the kernel caches.
     pub kernel_cache: Arc<KernelCache<B>>,
-    /// Room in the arena (the shared memory for written data): space, eviction, spilling.
+    /// Makes space in the arena (the shared memory for written data): evicts and spills.
     pub room: Arc<Room<B>>,
     /// Writes of pending data to the backing.
     pub drainer: Arc<Drainer<B>>,
-    /// Changes of a file during which no drain of it may run.
+    /// Exclusive use of files: changes during which no drain of the file may run.
     pub exclusive: Arc<Exclusive<B>>,
     /// Set-id bits and capabilities.
     pub privilege_rules: Arc<PrivilegeRules<B>>,
@@ -91,7 +91,7 @@ pub struct Engine<B: Backing> {
     /// Number of this engine among all that used the arena, counted from 1.
     pub(crate) epoch: u64,
     /// Time of the engine's start.
-    pub(crate) attached: Instant,
+    pub(crate) attached_at: Instant,
 }
 
 impl<B: Backing> Engine<B> {
@@ -116,8 +116,8 @@ impl<B: Backing> Engine<B> {
         &self.base.options
     }
 
-    /// Makes all parts of an engine, from the lowest one up. Fails if the root of the backing (the directory that the
-    /// mount serves) cannot be read.
+    /// Makes all parts of an engine; each part gets the parts below it. Fails if the root of the backing (the directory
+    /// that the mount serves) cannot be read.
     pub(crate) fn assemble(
         backing: B,
         arena: Arena,
@@ -127,8 +127,9 @@ impl<B: Backing> Engine<B> {
         let root = backing.root();
         let attr = backing.attr(&root).map_err(EngineError::Backing)?;
         let epoch = arena.begin_epoch();
-        // If this is not the first engine of the arena, an earlier one may have left names unsynced.
-        let names = Names::new(root, &attr, epoch > 1, options.objects_max);
+        // The first engine of an arena has the epoch 1. Any later one may find names that an earlier one left unsynced.
+        let may_have_unsynced_names = epoch > 1;
+        let names = Names::new(root, &attr, may_have_unsynced_names, options.objects_max);
         let drain = Arc::new(Drain::new(&backing, options.order));
         let privileges = Arc::new(Privileges::default());
         let base = Arc::new(Base {
@@ -168,7 +169,7 @@ impl<B: Backing> Engine<B> {
             privilege_rules,
             recovered_bytes: 0,
             epoch,
-            attached: Instant::now(),
+            attached_at: Instant::now(),
         })
     }
 }

@@ -131,9 +131,9 @@ impl<B: Backing> Exclusive<B> {
     ) -> Result<()> {
         // The file is not durable any more.
         file.inode.synced.clear();
-        // Bytes that are written during the truncation are newer than it, so they need a record of their own. An
-        // extended record of older bytes would count as older than the truncation.
-        state.pending.end_tail();
+        // Recovery orders the truncation and the pieces by their sequences. Bytes that are written during the
+        // truncation are newer than it, so they must not join a piece (a recorded append) from before it.
+        state.pending.stop_extending_last_piece();
         if state.pending.end() > size
             && let Some(file_id) = state.pending.file_id()
         {
@@ -143,11 +143,11 @@ impl<B: Backing> Exclusive<B> {
         state.unlocked(|| self.base.backing.set_len(&writer.file, size))?;
         state.cache.drop_range(&self.base.arena, size..u64::MAX);
         state.set_view_len(&self.base.arena, size);
-        // The new length is no sign of a change by a program that does not use the mount.
-        state.cache.trust_backing();
+        // The cached bytes remain valid: this firnd changed the length, and not a program that does not use the mount.
+        state.cache.accept_backing_state();
         if !state.pending.is_empty() {
-            // The pending bytes get the time of the truncation, so that their drain or a recovery does not set an
-            // earlier one.
+            // The truncation is now the last change. Otherwise the drain of the pending bytes, or a recovery, would set
+            // the earlier time of the last write.
             state.pending.record_write();
             state.pending.store_time_in_piece(&self.base.arena);
         }
@@ -173,9 +173,9 @@ impl<B: Backing> Exclusive<B> {
             size,
         })?;
         let result = state.unlocked(|| self.base.backing.set_len(&writer.file, size));
-        // The end is recorded before pieces (recorded appends) die: a slab of dead pieces may be used again, so a
-        // replay must not need these pieces. If the end record were missing, a recovery would truncate again, over
-        // bytes that were drained since. So the journal reserves room for the record.
+        // The end is recorded before pieces (recorded appends) die, because a recovery after this record does not need
+        // them. The journal has reserved room for the record: without it, a recovery would truncate once more, and
+        // remove bytes that were drained since.
         self.base.journal.append_end(&Record::TruncateEnd {
             file: file_id.get(),
             sequence,
@@ -183,8 +183,8 @@ impl<B: Backing> Exclusive<B> {
             done: result.is_ok(),
         });
         result?;
-        // In the journal, a finished truncation counts as a drained range of the file.
-        state.pending.add_drained_range();
+        // In the journal, the end record counts as one more drained range of the file: all bytes beyond the new end.
+        state.pending.count_drained_range();
         let bytes_before = state.pending.bytes();
         let cancelled_bytes = state.drop_extents(&self.base.arena, size..u64::MAX, sequence);
         self.base
@@ -214,7 +214,7 @@ impl<B: Backing> Exclusive<B> {
         state.record_change(&self.base.arena);
         state.cache.drop_all(&self.base.arena);
         // An append must not extend a piece (a recorded append) from before the change.
-        state.pending.end_tail();
+        state.pending.stop_extending_last_piece();
         let result = state.unlocked(|| work(&writer.file));
         // The file is not durable any more.
         file.inode.synced.clear();

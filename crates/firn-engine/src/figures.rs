@@ -1,10 +1,10 @@
-//! Figures of the engine for the status of the mount, and figures of single files.
+//! Statistics of the engine for the status of the mount, and of single files.
 //!
-//! Most figures are counters, so that a status needs no lock of each file. The table of all figures is in
-//! `firn_protocol::status`.
+//! Most of these numbers come from counters, so that a status does not lock each file. `firn_protocol::status`
+//! describes all of them.
 //!
-//! Terms: data is *pending* or *held* while only the arena (shared memory) has it. It is *drained* when the backing has
-//! it.
+//! Terms: data is *pending* while only the arena (shared memory) has it, and *drained* when the backing has it. In the
+//! status, pending data is called *held*.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -39,8 +39,8 @@ pub struct FileFigures {
     pub open: bool,
     /// Whether the writers of the file closed it, have it open, or were killed.
     pub ending: Ending,
-    /// Version of the file's bytes and length: each change sets a number that no file of this engine has had before. 0:
-    /// the file is not open, and no byte of it is in the arena.
+    /// Version number of the file's bytes and length. Each change sets a number that no file of this engine has had. 0
+    /// if the file is not open and has no byte in the arena.
     pub changes: u64,
 }
 
@@ -63,7 +63,7 @@ impl<B: Backing> Engine<B> {
     /// Returns the counters from which the record of the run is made: sums since the start of the engine, and the bytes
     /// held now (in memory, not in the backing). `waiting_writers` is 0, as only the frontends have that number.
     pub fn activity(&self) -> Bucket {
-        // Bytes that client processes have stored in the arena without a request count, too.
+        // Bytes that client processes have stored in the arena, without a request, count as written too.
         self.intake.ingest_all_published();
         let counters = &self.base.counters;
         let times = &counters.request_times;
@@ -100,7 +100,7 @@ impl<B: Backing> Engine<B> {
         self.base
             .counters
             .drain_decisions
-            .count_of(Decision::GivenUp)
+            .count_of(Decision::WritersFailed)
     }
 
     /// Returns whether a write to the backing failed and waits for its next try.
@@ -169,7 +169,7 @@ impl<B: Backing> Engine<B> {
 
     /// Returns the time since the arena was attached.
     pub fn uptime(&self) -> Duration {
-        self.attached.elapsed()
+        self.attached_at.elapsed()
     }
 
     /// Returns the sum of the times that closes waited for the backing.
@@ -196,7 +196,7 @@ impl<B: Backing> Engine<B> {
         let direct_access = self.intake.grants.figures();
         let synced = self.tree.names.count_synced();
         Status {
-            uptime_seconds: now.duration_since(self.attached).as_secs_f64(),
+            uptime_seconds: now.duration_since(self.attached_at).as_secs_f64(),
             epoch: self.epoch,
             arena_bytes: geometry.data_bytes(),
             arena_used_bytes: self.base.arena.used_bytes(),
@@ -365,7 +365,7 @@ impl<B: Backing> Engine<B> {
     pub fn files_below(&self, path: &[u8]) -> Vec<FileFigures> {
         let mut figures = Vec::new();
         let mut inodes_in_use = HashSet::new();
-        // Bytes that client processes have stored in the arena without a request count, too.
+        // Bytes that client processes have stored in the arena, without a request, count as written too.
         self.intake.ingest_all_published();
         for file in self.open_files.files.all() {
             inodes_in_use.insert(Arc::as_ptr(&file.inode));

@@ -98,10 +98,10 @@ pub(crate) struct Route {
     pub gathers: bool,
 }
 
-/// First value of [`FileState::changes`] for the next file.
+/// First version number ([`FileState::changes`]) of the next file.
 static FIRST_CHANGE: AtomicU64 = AtomicU64::new(1);
-/// Number of versions reserved for each file: more than a file has changes during its time in the table.
-const CHANGES_OF_A_FILE: u64 = 1 << 32;
+/// Number of version numbers of each file: more than a file has changes during its time in the table.
+const CHANGES_PER_FILE: u64 = 1 << 32;
 
 /// Bounds the memory of a file, because there may be 10^5 held files. Fields that few files need are boxed.
 const _: () = assert!(size_of::<File<firn_backing::DirBacking>>() <= 400);
@@ -123,8 +123,8 @@ impl<B: Backing> File<B> {
             view: None,
             reader: None,
             writer: None,
-            // The file counts its changes from this number on, so no other file has the same number.
-            changes: FIRST_CHANGE.fetch_add(CHANGES_OF_A_FILE, Ordering::Relaxed),
+            // Each file gets a separate range of version numbers.
+            changes: FIRST_CHANGE.fetch_add(CHANGES_PER_FILE, Ordering::Relaxed),
             partnered_changes: 0,
             // No epoch has the number 0, so the first write looks for privileges.
             unprivileged_epoch: 0,

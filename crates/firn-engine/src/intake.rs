@@ -33,6 +33,9 @@ use crate::grants::Grants;
 use crate::options::DrainPolicy;
 use crate::tree::NameTree;
 
+/// Result of reading the records of a client.
+type AcceptResult = std::result::Result<(), InvalidRecord>;
+
 /// Ingests published bytes into their files.
 pub(crate) struct Intake<B: Backing> {
     /// Data that all parts share: the backing, the arena, options and counters.
@@ -96,21 +99,18 @@ impl<B: Backing> Intake<B> {
     }
 
     /// Makes bytes *pending* (to be written to the backing) that a client process has stored in the arena without a
-    /// request. Does nothing if no client has a grant, the right to write the file in this way.
+    /// request. Does nothing if no client has a grant, the right to write the file in this way. An invalid record
+    /// revokes the grant.
     ///
-    /// `accept` reads the new records of one lease, the client's right to fill one part of the arena. The client fills
-    /// its leases one after the other. So leases that it has filled end first, and `accept` reads the first remaining
-    /// one. An invalid record revokes the grant.
+    /// `accept` reads the new records of one lease (the client's right to fill one slab of the arena), and passes each
+    /// to its callback.
     fn ingest_from_client(
         &self,
         file: &Arc<File<B>>,
         state: &mut FileState<B>,
-        accept: impl Fn(
-            &Arena,
-            &mut ClientLease,
-            &mut dyn FnMut(AcceptedBytes),
-        ) -> std::result::Result<(), InvalidRecord>,
+        accept: impl Fn(&Arena, &mut ClientLease, &mut dyn FnMut(AcceptedBytes)) -> AcceptResult,
     ) {
+        // The client fills its leases one after the other. After this call, only the first one can have new records.
         self.end_complete_leases(file, state);
         // The grant is taken out of the state meanwhile, because `make_pending` changes the state.
         let Some(mut grant) = state.direct.take_grant() else {
@@ -125,9 +125,9 @@ impl<B: Backing> Intake<B> {
         }
         grant.bytes += self.make_pending(file, state, pid, &accepted);
         state.direct.restore_grant(grant);
-        if let Err(wrong) = result {
-            tracing::warn!(%wrong, "a program with direct access stored an invalid record; it writes through the \
-                kernel from now on");
+        if let Err(error) = result {
+            tracing::warn!(wrong = %error, "a program with direct access stored an invalid record; it writes \
+                through the kernel from now on");
             self.grants.count_error();
             self.revoke_grant(file, state);
         }
@@ -161,7 +161,8 @@ impl<B: Backing> Intake<B> {
             if let Some(observe) = self.grants.observer() {
                 observe(&*file.inode, pid, bytes.offset..bytes.offset + len);
             }
-            if !state.pending.record_client_write(bytes.modified) {
+            let keeps_time = state.pending.record_client_write(bytes.modified);
+            if !keeps_time {
                 // The client's time is impossible or too early, so the record gets the engine's time.
                 self.base
                     .arena
@@ -183,7 +184,7 @@ impl<B: Backing> Intake<B> {
                 .is_size_stale_in_kernel
                 .store(true, Ordering::Release);
             // The engine may extend only pieces that it published itself.
-            state.pending.end_tail();
+            state.pending.stop_extending_last_piece();
         }
         total_bytes
     }
@@ -206,8 +207,8 @@ impl<B: Backing> Intake<B> {
         self.base.journal.end_file_id(state);
     }
 
-    /// Ends the oldest lease of the file's client, which is the client's right to fill one slab (a part of the arena).
-    /// The bytes that the client has published there become pending. Does nothing if there is no lease.
+    /// Ends the oldest lease of a file: its client may not fill the leased slab (a part of the arena) any more. The
+    /// bytes that the client has published there become pending. Does nothing if the file has no lease.
     pub(crate) fn end_first_lease(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
         let Some(grant) = state
             .direct
@@ -224,13 +225,14 @@ impl<B: Backing> Intake<B> {
             .arena
             .revoke_client(&mut lease, &mut |bytes| accepted.push(bytes));
         let accepted_bytes = self.make_pending(file, state, lease.pid(), &accepted);
+        // The grant is borrowed again, because `make_pending` needs the whole state.
         if let Some(grant) = state.direct.grant_mut() {
             grant.bytes += accepted_bytes;
         }
         self.base.arena.end_client(lease);
-        if let Err(wrong) = result {
-            tracing::warn!(%wrong, "a program with direct access stored an invalid record; this record and those after \
-                it are ignored");
+        if let Err(error) = result {
+            tracing::warn!(wrong = %error, "a program with direct access stored an invalid record; this record \
+                and those after it are ignored");
             self.grants.count_error();
         }
     }

@@ -80,13 +80,12 @@ impl<B: Backing> KernelCache<B> {
         self.passthrough.load(Ordering::Relaxed)
     }
 
-    /// Returns whether the pages that the kernel has cached of the backing's file are still valid. The answer is false
-    /// if the backing cannot tell.
+    /// Returns whether the kernel's cached pages of the backing's file are still valid. Records the present state of
+    /// the file for the next call. The answer is false if the backing cannot tell.
     ///
-    /// They are valid if size and times are those of the last call, and the times were old enough at that call: a
-    /// second change within one tick of the backing's clock may not change the times. The present state is recorded for
-    /// the next call.
-    pub(crate) fn is_as_cached(&self, inode: &Inode<B>) -> bool {
+    /// The pages are valid if size, times and counts are those of the last call, and the times were already old at that
+    /// call. Otherwise a second change within one tick of the backing's clock could have left the times as they were.
+    pub(crate) fn check_and_update_page_stamp(&self, inode: &Inode<B>) -> bool {
         /// Minimum age of the times, in seconds: any later change is then certain to change them.
         const OLD_ENOUGH_S: i64 = 2;
         let Ok(object) = self.tree.object(inode) else {
@@ -100,20 +99,23 @@ impl<B: Backing> KernelCache<B> {
         let last_change_s = attr.mtime.sec.max(attr.ctime.sec);
         let mut stored_stamp = inode.page_cache_stamp.lock();
         let last_stamp = stored_stamp.as_deref().copied();
+        let are_times_old = last_change_s + OLD_ENOUGH_S < Time::now().sec;
         let last_changes = last_stamp.map_or(0, |stamp| stamp.changes_by_others);
         let new_stamp = PageCacheStamp {
             size: attr.size,
             mtime: attr.mtime,
             ctime: attr.ctime,
-            is_settled: last_change_s + OLD_ENOUGH_S < Time::now().sec,
+            are_times_old,
             // Another thread may have recorded a later count meanwhile.
             changes_by_others: changes_by_others.max(last_changes),
             changes_in_pages: last_stamp.map_or(changes_by_others, |stamp| stamp.changes_in_pages),
             memory_file_changes: last_stamp.and_then(|stamp| stamp.memory_file_changes),
         };
         *stored_stamp = Some(Box::new(new_stamp));
-        // The first call finds no earlier stamp, so it returns false.
-        new_stamp.is_settled && !new_stamp.has_stale_pages() && last_stamp == Some(new_stamp)
+        // The first call finds no earlier stamp, so it returns false. If the stamps are equal, the times were old at
+        // the last call too.
+        let is_unchanged = last_stamp == Some(new_stamp);
+        are_times_old && !new_stamp.has_stale_pages() && is_unchanged
     }
 
     /// Records changes by other hosts of a file of which the kernel may have pages. Called after a call of the backing

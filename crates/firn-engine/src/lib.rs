@@ -14,27 +14,25 @@
 //!
 //! # Modules
 //!
-//! An engine is a list of parts, each a struct with its own locks and methods. A part refers only to parts on lines
-//! below its own, which are passed to it when it is made. [`Engine`] has all parts, and those operations of programs
-//! that need many parts.
+//! An engine is built in layers. Most modules of the middle layers have a *part*: a struct with separate locks and
+//! methods, which refers only to parts on lines below it. [`Engine`] has all parts, and the operations that need many
+//! of them. From the top down:
 //!
-//! ```text
-//! operations   data: open, read, write, release · sync · truncate · shared · recovery · figures · chunks
-//! Engine       engine: puts the parts together
-//! parts        namespace · write · direct_access
-//!              privilege_rules · durability with partner
-//!              exclusive: changes during which no drain runs
-//!              drainer: pick, job, complete, wait
-//!              space: room, with space/reclaim, cache/evict and spill/step
-//!              kernel_cache · reads
-//!              intake: published bytes become pending · open_files
-//!              tree: names and objects · drain: queues · lost
-//!              base: backing, arena, journal, policies, counters, errors
-//! tables       names · tables: files, handles · grants · privileges · file_journal with file_id and ending · claims
-//!              errors · counters
-//! a file       file: pending, drain_state, opens, direct · cache
-//! values       extents · retry · options · api
-//! ```
+//! * Operations of [`Engine`]: `data` (open, read, write, release), `sync`, `truncate`, `shared`, `recovery`,
+//!   `figures`, `chunks`
+//! * Parts for requests: `namespace`, `write`, `direct_access`
+//! * Parts for rules: `privilege_rules` (set-id bits and capabilities), `durability` and `partner`
+//! * `exclusive`: changes of a file during which no drain of it runs
+//! * `drainer`: picks, executes and completes writes to the backing
+//! * `space`, `cache`, `spill` and `settle`: room in the arena
+//! * `kernel_cache` (what the kernel caches) and `reads`
+//! * `intake` (written bytes become pending) and `open_files`
+//! * `tree` (names and objects), `drain` (queues of files to drain) and `lost` (files that recovery did not find)
+//! * `base`: what all parts share, such as backing, arena and journal
+//! * Tables: `names`, `tables` (files and handles), `grants`, `privileges`, `claims`, `file_journal`, `errors`,
+//!   `counters`
+//! * State of one file: `file` and its submodules, `cache`
+//! * Plain values: `extents`, `retry`, `options`, `api`
 
 mod api;
 mod base;

@@ -11,8 +11,8 @@
 //!   ESTALE.
 //! * A number (of an inode or handle) that an earlier firnd gave to the kernel is never used for another object.
 //!
-//! Files that no program has open are not in the table. The kernel refers to such a file by the backing's inode number.
-//! A request with that number gets ESTALE. Then the kernel looks the name up, and gets the same number.
+//! Relies on: the kernel looks a path up again after ESTALE. Files that no program has open are not in the table, so
+//! the first request for such a file after a takeover gets ESTALE. The new lookup finds the same inode number.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ffi::OsStr;
@@ -25,8 +25,8 @@ use firn_arena::live::LiveTable;
 use firn_backing::lock::Mutex;
 use firn_backing::{Attr, Backing, Errno, Kind, Time, is_below, join_path};
 use firn_format::live::{
-    Contents, FileTime, Handle, Node, ObjectIdentity, PathSum, Request, ServedBy, Stored,
-    UndoneScope,
+    Contents, FileTime, Handle as HandleRecord, Node, ObjectIdentity, PathSum, Request, ServedBy,
+    Stored, UndoneScope,
 };
 
 use crate::data::O_ACCMODE;
@@ -35,9 +35,9 @@ use crate::nameless::{FileKeeper, HiddenFile};
 use crate::names::{Inode, KnownObject, NumberBase, ObjectKey};
 use crate::{HandleId, InodeId, OpenMode, ROOT, Result};
 
-/// Number of low bits of an inode or handle number in which one firnd counts; the higher bits contain the number of
-/// takeovers.
-const NUMBERS_OF_A_FIRND: u32 = 40;
+/// Number of low bits of an inode or handle number. One firnd counts in these bits; the bits above them contain the
+/// number of takeovers, so that no two firnds assign the same number.
+const FIRND_NUMBER_BITS: u32 = 40;
 
 /// Number in records of the live table that refer to no node.
 const NO_NODE: u64 = 0;
@@ -104,20 +104,17 @@ pub struct ResumedRequest {
 }
 
 impl Resumed {
-    /// Ends the use of the files of transactions that are about to be aborted, because their firnd died. `scopes` are
-    /// the paths of these files and directories.
+    /// Ends the programs' use of the files of transactions that are about to be aborted, because their firnd died.
+    /// `scopes` are the paths of these files and directories. `checkpoint_keys` name the checkpoints of commit rules
+    /// among them; all files of a checkpoint have its key.
     ///
-    /// * Records each path in the live table (the file that outlives firnd), so that firnd can inform the programs that
-    ///   use it.
-    /// * Removes the handles that may write there or read uncommitted bytes. Otherwise their programs would continue
-    ///   although earlier writes are dropped.
+    /// Records each path and key in the live table (the file that outlives firnd), so that programs can be informed.
+    /// Removes the handles that may write there or read uncommitted bytes.
     ///
-    /// Must be called before the backing forgets the transactions: after a kill in between, the next firnd finds the
-    /// transactions in the backing.
-    ///
-    /// `checkpoint_keys`: keys of those paths that are checkpoints of a commit rule. A file with such a key belongs to
-    /// the checkpoint even if no program has written it yet.
+    /// Must be called before the backing forgets the transactions. If firnd is killed in between, the next firnd finds
+    /// them there and calls this again.
     pub fn abandon_scopes(&self, scopes: &[Vec<u8>], checkpoint_keys: &[Vec<u8>]) {
+        // One record for each aborted path, at first without a process that was informed of the abort.
         for path in scopes.iter().chain(checkpoint_keys) {
             self.table.note_undone_scope(UndoneScope {
                 path: PathSum::from_path(path),
@@ -139,7 +136,7 @@ impl Resumed {
 
     /// Abandons the handles for which `is_lost` is true: their programs get EIO, instead of continuing without the lost
     /// data.
-    pub fn abandon_handles(&self, is_lost: impl Fn(&Handle) -> bool) {
+    pub fn abandon_handles(&self, is_lost: impl Fn(&HandleRecord) -> bool) {
         let mut losses = self.losses.lock();
         for stored in &self.contents.handles {
             if is_lost(&stored.entry) && losses.handles.insert(stored.entry.id) {
@@ -154,7 +151,7 @@ const PATH_DEPTH_MAX: usize = 2048;
 
 /// Returns whether the bytes that a handle writes or shows may belong to an aborted transaction: the handle is open for
 /// writing, or its file is read from a memory file.
-fn has_uncommitted_bytes(handle: &Handle) -> bool {
+fn has_uncommitted_bytes(handle: &HandleRecord) -> bool {
     let writes = handle.flags & O_ACCMODE != 0;
     handle.served_by != ServedBy::Directory && (writes || handle.view.is_some())
 }
@@ -341,21 +338,21 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Records a handle of a file in the live table, which a next firnd reads, before the kernel gets the handle. Does
-    /// nothing if the mount has no table. `unique` is the kernel's number of the request. `passed_through`: the
-    /// kernel's number of the file that it reads itself.
+    /// nothing if the mount has no table. `request_id` is the kernel's number of the request. `backing_id` is the
+    /// number of the file that the kernel reads itself for this handle (passthrough), if there is one.
     pub fn record_open_handle(
         &self,
         id: HandleId,
-        unique: u64,
+        request_id: u64,
         flags: i32,
-        passed_through: Option<i32>,
+        backing_id: Option<i32>,
     ) {
         let (Some(live), Ok(handle)) = (self.live(), self.open_files.handle(id)) else {
             return;
         };
         let mode = *handle.mode.lock();
-        let served_by = match (mode, passed_through) {
-            (_, Some(number)) => ServedBy::Passthrough(number),
+        let served_by = match (mode, backing_id) {
+            (_, Some(backing_id)) => ServedBy::Passthrough(backing_id),
             (OpenMode::Cached { .. }, None) => ServedBy::Cache,
             (OpenMode::Engine | OpenMode::Passthrough | OpenMode::Memory, None) => ServedBy::Engine,
         };
@@ -367,10 +364,10 @@ impl<B: Backing> Engine<B> {
             None
         };
         let inode = &handle.file.inode;
-        let record = Handle {
+        let record = HandleRecord {
             id: id.0,
             node: inode.id.0,
-            unique,
+            unique: request_id,
             flags,
             served_by,
             view: view_number,
@@ -381,15 +378,15 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Records a handle of a directory in the live table, which a next firnd reads, before the kernel gets the handle.
-    /// Does nothing if the mount has no table. `unique` is the kernel's number of the request.
-    pub fn record_open_directory(&self, id: HandleId, inode_id: InodeId, unique: u64) {
+    /// Does nothing if the mount has no table. `request_id` is the kernel's number of the request.
+    pub fn record_open_directory(&self, id: HandleId, inode_id: InodeId, request_id: u64) {
         let (Some(live), Ok(inode)) = (self.live(), self.tree.inode(inode_id)) else {
             return;
         };
-        let record = Handle {
+        let record = HandleRecord {
             id: id.0,
             node: inode.id.0,
-            unique,
+            unique: request_id,
             flags: 0,
             served_by: ServedBy::Directory,
             view: None,
@@ -399,16 +396,20 @@ impl<B: Backing> Engine<B> {
         live.record_handle(&record, &inode.live_node());
     }
 
-    /// Records in the live table a request that must not take effect twice, until the result is dropped. `unique` is
+    /// Records in the live table a request that must not take effect twice: if firnd dies before the answer, the next
+    /// firnd compares the record with the backing. The record is removed when the result is dropped. `request_id` is
     /// the kernel's number of the request.
     ///
-    /// Returns `None` if there is no live table (the file that a next firnd reads), or if it has no free cell (place of
-    /// an entry).
-    pub fn record_request(&self, unique: u64, objects: RequestObjects) -> Option<RecordedRequest> {
+    /// Returns `None` if the mount has no live table (the file that a next firnd reads), or if the table is full.
+    pub fn record_request(
+        &self,
+        request_id: u64,
+        objects: RequestObjects,
+    ) -> Option<RecordedRequest> {
         let table = self.live()?;
         let live_node = objects.node.and_then(|id| self.live_node_of(id));
         let request = Request {
-            unique,
+            unique: request_id,
             began: file_clock_now(),
             subject: objects.subject,
             other: objects.other,
@@ -443,57 +444,56 @@ impl<B: Backing> Engine<B> {
         })
     }
 
-    /// Restores nodes (records of inodes) and handles of an earlier firnd from the live table. Must be called before
-    /// data is recovered, because the open handles decide how a file's writers left it. Returns the requests that the
-    /// kernel had sent to the earlier firnd.
+    /// Restores nodes (records of inodes) and handles of an earlier firnd from the live table. Returns the handles, and
+    /// the requests that the earlier firnd had not answered.
+    ///
+    /// Must be called before data is recovered: a file with an open handle does not count as closed by its writers.
     pub(crate) fn resume(&self, resumed: &Resumed) -> ResumedRequests {
         // Numbers of this firnd are above those of all earlier ones.
-        let numbers = NumberBase(resumed.takeovers << NUMBERS_OF_A_FIRND);
+        let number_base = NumberBase(resumed.takeovers << FIRND_NUMBER_BITS);
         let names = &self.tree.names;
         names.set_live_table(Arc::clone(&resumed.table));
-        names.start_numbers_at(numbers);
-        self.open_files.handles.start_numbers_at(numbers.0);
+        names.start_numbers_at(number_base);
+        self.open_files.handles.start_numbers_at(number_base.0);
         NodeRestorer::new(self, &resumed.table, &resumed.contents.nodes).restore_all();
-        let mut requests = ResumedRequests::default();
-        self.resume_handles(resumed, &mut requests);
+        let mut result = ResumedRequests::default();
+        self.resume_handles(resumed, &mut result);
         if let Some(keeper) = &resumed.keeper {
             self.set_file_keeper(Arc::clone(keeper));
         }
         self.resume_nameless(&resumed.files);
         for stored in &resumed.contents.requests {
             let request = stored.entry;
-            // A cell is the place of an entry in the table. Only nodes have more than one.
-            let cell = stored.cells[0];
+            let cell = only_cell(stored);
             resumed.table.adopt_request(&request);
-            requests
+            result
                 .requests
                 .insert(request.unique, ResumedRequest { request, cell });
         }
-        requests
+        result
     }
 
     /// Restores the handles of an earlier firnd, except those that programs lose with an aborted transaction. A handle
     /// that cannot be restored is removed from the live table and counted.
-    fn resume_handles(&self, resumed: &Resumed, requests: &mut ResumedRequests) {
+    fn resume_handles(&self, resumed: &Resumed, result: &mut ResumedRequests) {
         let lost_handles = resumed.losses.lock().handles.clone();
-        requests.bad_handles += lost_handles.len() as u64;
+        result.bad_handles += lost_handles.len() as u64;
         for stored in &resumed.contents.handles {
             let handle = &stored.entry;
-            // A cell is the place of an entry in the table. Only nodes have more than one.
-            let cell = stored.cells[0];
+            let cell = only_cell(stored);
             if lost_handles.contains(&handle.id) {
                 continue;
             }
             match self.resume_handle(handle) {
                 Ok(()) => {
                     resumed.table.adopt_handle(handle, cell);
-                    requests.handles.push(ResumedHandle::from_record(handle));
+                    result.handles.push(ResumedHandle::from_record(handle));
                 }
                 Err(errno) => {
                     let path = self.tree.shown_path(InodeId(handle.node), None);
                     tracing::warn!(%errno, path, "an open file cannot be restored: its program gets EIO");
                     resumed.table.drop_cells(&[cell]);
-                    requests.bad_handles += 1;
+                    result.bad_handles += 1;
                 }
             }
         }
@@ -501,13 +501,15 @@ impl<B: Backing> Engine<B> {
 
     /// Restores a handle of a file or a directory under the number that the kernel knows. Fails if its inode or memory
     /// file was not restored.
-    fn resume_handle(&self, record: &Handle) -> Result<()> {
+    fn resume_handle(&self, record: &HandleRecord) -> Result<()> {
         let inode = self.tree.inode(InodeId(record.node))?;
         let mode = match record.served_by {
             ServedBy::Engine => OpenMode::Engine,
             ServedBy::Cache => OpenMode::Cached { keep: false },
+            // The file that the kernel reads is the memory file of the record, or else the backing's file.
             ServedBy::Passthrough(_) if record.view.is_some() => OpenMode::Memory,
             ServedBy::Passthrough(_) => OpenMode::Passthrough,
+            // A directory has no mode, and is restored here.
             ServedBy::Directory => {
                 let object = self.tree.object(&inode)?;
                 let dir = self.base.backing.open_dir(&object)?;
@@ -516,30 +518,34 @@ impl<B: Backing> Engine<B> {
                 return Ok(());
             }
         };
+        // The table is damaged if a handle of a file belongs to another kind of object.
         if inode.kind != Kind::File {
             return Err(Errno::IO);
         }
         self.resume_file_handle(record, &inode, mode)
     }
 
-    /// Restores a handle of a file that is served in this mode. Fails if the memory file that its reader reads was not
-    /// restored. Such a memory file is the file's view: it also gets each change of the file.
+    /// Restores a handle of a file that is served in this mode. Fails if the kernel or a program reads a memory file
+    /// through the handle, and this memory file is gone.
     fn resume_file_handle(
         &self,
-        record: &Handle,
+        record: &HandleRecord,
         inode: &Arc<Inode<B>>,
         mode: OpenMode,
     ) -> Result<()> {
         let id = HandleId(record.id);
+        // The view is the memory file that is read. It also gets each change of the file.
         let view = match record.view {
             Some(number) => Some(self.reopen_view(number)?),
             None => None,
         };
-        // A handle with a view that the kernel does not serve from the view: its process maps the view.
+        // If the kernel does not read the view itself, the process of the handle maps it.
         let is_mapped = view.is_some() && mode != OpenMode::Memory;
         self.insert_handle(id, inode, record.flags, |state| {
-            // A handle without a view leaves the file the view that another handle may have restored.
-            state.view = view.or(state.view.take());
+            // If this handle has no view, the file keeps the one of another handle.
+            if view.is_some() {
+                state.view = view;
+            }
             mode
         });
         if is_mapped {
@@ -573,7 +579,7 @@ impl<B: Backing> Engine<B> {
 }
 
 impl ResumedHandle {
-    fn from_record(record: &Handle) -> Self {
+    fn from_record(record: &HandleRecord) -> Self {
         Self {
             id: HandleId(record.id),
             inode: InodeId(record.node),
@@ -582,6 +588,11 @@ impl ResumedHandle {
             is_released: record.is_released,
         }
     }
+}
+
+/// Returns the only cell (place in the table) of a handle or a request. Only nodes have several cells.
+fn only_cell<T>(stored: &Stored<T>) -> u32 {
+    stored.cells[0]
 }
 
 /// Returns the time of the clock with which the kernel stamps files. It advances only at each tick of the kernel.
@@ -649,12 +660,12 @@ impl<'a, B: Backing> NodeRestorer<'a, B> {
         restored
     }
 
-    /// Restores a node (an inode of an earlier firnd) from its one or two records in the live table. If a rename of the
-    /// node was under way, the backing decides which of the two names counts; the other record is removed from the
-    /// table.
+    /// Restores a node (an inode of an earlier firnd) from its one or two records in the live table. There are two if a
+    /// rename was under way. Then the name that leads to the node in the backing counts, and the other record is
+    /// removed.
     ///
-    /// Returns `None`, and removes the records, if no directory of the node can be restored. Also returns `None` if the
-    /// record's kind of object is invalid.
+    /// Returns `None` if no directory of the node can be restored; then all its records are removed. Also returns
+    /// `None` if the table is damaged: the record has an unknown kind of object.
     fn restore_from(&mut self, records: &[&Stored<Node>]) -> Option<Arc<Inode<B>>> {
         let mut candidates = Vec::new();
         for record in records {
@@ -688,8 +699,8 @@ impl<'a, B: Backing> NodeRestorer<'a, B> {
             .restore(InodeId(node.id), object, name, node.lookups);
         let unused_cells: Vec<u32> = records
             .iter()
-            .filter(|other| !std::ptr::eq(**other, record))
-            .flat_map(|other| other.cells.clone())
+            .filter(|candidate| !std::ptr::eq(**candidate, record))
+            .flat_map(|unused| unused.cells.clone())
             .collect();
         self.table.adopt_node(node, &record.cells, &unused_cells);
         Some(restored)
@@ -767,8 +778,8 @@ mod tests {
         }
     }
 
-    fn handle(id: u64, node: u64, flags: i32) -> Handle {
-        Handle {
+    fn handle(id: u64, node: u64, flags: i32) -> HandleRecord {
+        HandleRecord {
             id,
             node,
             unique: id,

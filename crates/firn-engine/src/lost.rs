@@ -60,14 +60,14 @@ impl<B: Backing> LostFiles<B> {
     }
 
     /// Keeps the data of a lost file, which was not found in the backing, in the arena until the user restores or
-    /// discards it. Records an error for the status.
+    /// discards it. Records an error for the status. Returns the description of the file, with the number of its bytes.
     ///
-    /// `layers` has the newest bytes of each file range, with their pieces (recorded appends). Returns the file with
-    /// the number of these bytes.
+    /// `layers` has the newest bytes of each file range, with their pieces (recorded appends).
     pub(crate) fn retain(&self, mut file: LostFile, layers: PieceLayers) -> LostFile {
-        for (piece, used) in layers.pieces.iter() {
-            self.base.arena.keep_piece(*piece, used.live as u32);
-            file.bytes += used.live;
+        for (piece, piece_use) in layers.pieces.iter() {
+            // The length of a piece, and so the number of its live bytes, fits into 32 bits.
+            self.base.arena.keep_piece(*piece, piece_use.live as u32);
+            file.bytes += piece_use.live;
         }
         let path = file.known_path();
         let bytes = file.bytes;
@@ -80,9 +80,9 @@ impl<B: Backing> LostFiles<B> {
                 "the file of {bytes} held bytes was not found ({reason}); they stay in the arena"
             ),
         );
-        let description = file.clone();
+        let retained_file = file.clone();
         self.retained.lock().push(RetainedFile { file, layers });
-        description
+        retained_file
     }
 
     /// Returns all lost files.
@@ -94,16 +94,17 @@ impl<B: Backing> LostFiles<B> {
             .collect()
     }
 
-    /// Calls `sink` with the held bytes (which are only in the arena) of a lost file and their offsets, in ascending
-    /// order. `file` is the file id. Bytes that were drained earlier are left out. A file that is not lost has no held
-    /// bytes here. Returns the first error of `sink` or of a read.
+    /// Reads the retained bytes of the lost file with this file id. Calls `on_bytes` with the offset and the bytes of
+    /// one range after the other, in ascending order. Bytes that were drained before the loss are left out.
+    ///
+    /// Does nothing if there is no such lost file. Returns the first error of `on_bytes` or of a read.
     pub fn read<E: From<Errno>>(
         &self,
-        file: u64,
-        mut sink: impl FnMut(u64, &[u8]) -> Result<(), E>,
+        file_id: u64,
+        mut on_bytes: impl FnMut(u64, &[u8]) -> Result<(), E>,
     ) -> Result<(), E> {
         let retained = self.retained.lock();
-        let Some(lost) = retained.iter().find(|lost| lost.file.file == file) else {
+        let Some(lost) = retained.iter().find(|lost| lost.has_id(file_id)) else {
             return Ok(());
         };
         let mut buffer = Vec::new();
@@ -116,16 +117,16 @@ impl<B: Backing> LostFiles<B> {
                     extent.position + read_bytes as u32,
                     &mut buffer,
                 )?;
-                sink(offset + read_bytes, &buffer)?;
+                on_bytes(offset + read_bytes, &buffer)?;
                 read_bytes += buffer.len() as u64;
             }
         }
         Ok(())
     }
 
-    /// Discards the held bytes of a lost file permanently; these are only in the arena. `file` is the file id. Does
-    /// nothing if the file is not lost.
-    pub fn discard(&self, file: u64) {
+    /// Discards the retained bytes of the lost file with this file id permanently. Does nothing if there is no such
+    /// lost file.
+    pub fn discard(&self, file_id: u64) {
         let Base {
             arena,
             journal,
@@ -133,17 +134,17 @@ impl<B: Backing> LostFiles<B> {
             ..
         } = &*self.base;
         let mut retained = self.retained.lock();
-        let Some(index) = retained.iter().position(|lost| lost.file.file == file) else {
+        let Some(index) = retained.iter().position(|lost| lost.has_id(file_id)) else {
             return;
         };
         let lost = retained.remove(index);
-        // Pieces die before the file id ends. A crash in between leaves a file id without pieces, which recovery
-        // removes.
+        // The pieces are marked as dead before the file id ends in the journal. A crash in between leaves a file id
+        // without pieces, which recovery removes.
         for (piece, used) in lost.layers.pieces.iter() {
             arena.mark_dead(*piece);
             arena.release_bytes(piece.slab, used.live);
         }
-        journal.append_note(&Record::FileIdEnd { file });
+        journal.append_note(&Record::FileIdEnd { file: file_id });
         // The lock of the list is not needed for the error log, which has its own.
         drop(retained);
         errors.forget_lost(lost.file.known_path().as_bytes());
@@ -160,4 +161,10 @@ impl<B: Backing> LostFiles<B> {
 struct RetainedFile {
     file: LostFile,
     layers: PieceLayers,
+}
+
+impl RetainedFile {
+    fn has_id(&self, file_id: u64) -> bool {
+        self.file.file == file_id
+    }
 }

@@ -2,7 +2,7 @@
 //! process (the keeper) has a descriptor of each.
 //!
 //! The *keeper* is the process that starts the next firnd. The *live table* is a mapped file that records the inodes
-//! and handles that the kernel has.
+//! and handles that the kernel has. A *hidden* file is one of which the keeper has a descriptor.
 //!
 //! Promises
 //! * The keeper gets a descriptor of a file before its last name is removed, and closes it when the file has no open
@@ -10,7 +10,8 @@
 //! * The next firnd accepts a descriptor only if it belongs to the object that the live table records.
 //! * Bytes that were pending when firnd died are pending again: recovery finds the file by its identity.
 //!
-//! Race: if a file is opened while its last name is being removed, the keeper gets the descriptor after the removal.
+//! Race: if a file is opened while its last name is being removed, the keeper gets the descriptor only after the
+//! removal. If firnd dies in between, the file is lost.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -27,13 +28,14 @@ use crate::{InodeId, Result};
 
 /// Keeps descriptors of files for the next firnd.
 pub trait FileKeeper: Send + Sync {
-    /// Keeps a descriptor. It replaces an earlier descriptor of the same node.
+    /// Keeps a descriptor of the file with the inode `node`. It replaces an earlier descriptor of the same file.
     fn keep_file(&self, node: InodeId, descriptor: BorrowedFd<'_>) -> io::Result<()>;
+
     /// Closes the descriptor of a node.
     fn drop_file(&self, node: InodeId);
 }
 
-/// A file of which an earlier firnd had given a descriptor to the keeper.
+/// An open file without a name, as the keeper returns it after the death of an earlier firnd.
 #[derive(Debug)]
 pub struct HiddenFile {
     /// Number of the file's inode in the live table.
@@ -54,13 +56,12 @@ impl<B: Backing> OpenFiles<B> {
             .object(&file.inode)
             .and_then(|object| self.base.backing.attr(&object));
         if attr.is_ok_and(|attr| attr.nlink == 1) {
-            // Opens the file in the backing and gives the keeper a descriptor.
-            self.open_nameless(file);
+            self.open_and_send_to_keeper(file);
         }
     }
 
     /// Opens a file in the backing that loses or has lost its last name, and gives its descriptor to the keeper.
-    pub(crate) fn open_nameless(&self, file: &File<B>) {
+    pub(crate) fn open_and_send_to_keeper(&self, file: &File<B>) {
         let needs_writer = {
             let state = file.lock();
             if state.is_kept {
@@ -76,7 +77,7 @@ impl<B: Backing> OpenFiles<B> {
     }
 
     /// Gives the keeper (the process that starts the next firnd) a descriptor of an open file without a name. If that
-    /// fails, the file is lost only if firnd dies.
+    /// fails, programs still use the file as long as this firnd lives.
     fn send_to_keeper(&self, file: &File<B>) {
         let Some(keeper) = self.keeper.get() else {
             return;
@@ -88,8 +89,8 @@ impl<B: Backing> OpenFiles<B> {
                 .descriptor(&backing_file.file, DescriptorUse::Keeping)
         });
         let Some(descriptor) = descriptor else {
-            // The backing gives no descriptor: the file consists of two objects, as its data lies on another I/O
-            // server, or another host has removed it.
+            // The backing has no such descriptor, for one of two reasons. The data of the file lies on another I/O
+            // server, so the file consists of two objects. Or another host has removed the file.
             tracing::debug!(
                 path = file.shown(),
                 "no descriptor of a file without a name can be kept for the next firnd"

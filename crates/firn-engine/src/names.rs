@@ -13,10 +13,12 @@
 //! * A name has a reference to its parent directory. So an inode with pending data has a path even after the kernel has
 //!   forgotten the directories above it.
 //! * An inode has the object's number in the backing, if that number is free and usable.
-//! * The kernel may know more inodes than a process may have descriptors. Only the objects of recently used inodes are
-//!   open ([`Objects`]); any other object is looked up by a name at its next use. Before an object loses its last known
-//!   name, it is opened permanently.
-//! * The tables by key and by name have at most twice as many entries as there are objects, or 1024.
+//! * Before an object loses its last known name, it is opened permanently.
+//! * Entries of dropped inodes are removed when the table by key has 1024 entries. Later they are removed when it has
+//!   twice as many entries as after the last time, and at least 1024.
+//!
+//! The kernel may know more inodes than a process may have descriptors. So only the objects of recently used inodes are
+//! open ([`Objects`]). Any other object is looked up by a name at its next use.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsStr;
@@ -57,12 +59,15 @@ pub(crate) type Name = Arc<OsStr>;
 /// A directory and a name in it.
 type Link<B> = (Arc<Inode<B>>, Name);
 
+/// Lowest number of an object that an inode may have. Number 0 is none, and 1 is the root, as in FUSE.
+const FIRST_USABLE_NUMBER: u64 = 2;
 /// Synthetic numbers are above this number, which no inode number of a real file system reaches.
 const FIRST_SYNTHETIC_NUMBER: u64 = 1 << 62;
 
-/// Number of the last change of a name in this process. Number 1 stands for all changes by earlier firnds.
-static NAME_CHANGES: AtomicU64 = AtomicU64::new(NAMES_OF_EARLIER_FIRND);
-const NAMES_OF_EARLIER_FIRND: u64 = 1;
+/// Number of the last change of a name in this process.
+static NAME_CHANGES: AtomicU64 = AtomicU64::new(BEFORE_THIS_FIRND);
+/// Number of the changes that earlier firnds made, as one change.
+const BEFORE_THIS_FIRND: u64 = 1;
 
 /// Returns the number of the last change of a name.
 pub(crate) fn last_name_change() -> u64 {
@@ -95,10 +100,10 @@ pub(crate) struct Inode<B: Backing> {
     names: Mutex<SmallVec<[Link<B>; 1]>>,
     /// Whether a name was made or changed since the last sync of this object.
     pub name_unsynced: AtomicBool,
-    /// Number of the last change of a name of this inode ([`last_name_change`]).
-    names_changed: AtomicU64,
-    /// For a directory: number of the last change of names before its last sync began.
-    entries_synced: AtomicU64,
+    /// Number ([`last_name_change`]) of the last change of a name of this inode.
+    names_changed_at: AtomicU64,
+    /// For a directory: number ([`last_name_change`]) of the last change of any name before its last sync began.
+    entries_synced_at: AtomicU64,
     /// Whether data was drained since the last sync.
     pub data_unsynced: AtomicBool,
     /// Fingerprint of the data at its last sync. Empty if the data was never synced or was written since. Data that was
@@ -191,7 +196,7 @@ pub(crate) struct PageCacheStamp {
     pub mtime: Time,
     pub ctime: Time,
     /// Whether any later change is certain to change the times, because the clock has advanced since they were set.
-    pub is_settled: bool,
+    pub are_times_old: bool,
     /// Last known value of [`Facts::changes_by_others`](firn_backing::Facts::changes_by_others).
     pub changes_by_others: u64,
     /// Number of changes by other hosts ([`Facts::changes_by_others`](firn_backing::Facts)) that every page in the
@@ -212,7 +217,7 @@ impl PageCacheStamp {
             size: 0,
             mtime: Time::default(),
             ctime: Time::default(),
-            is_settled: false,
+            are_times_old: false,
             changes_by_others: 1,
             changes_in_pages: 0,
             memory_file_changes: None,
@@ -325,9 +330,9 @@ impl<B: Backing> Inode<B> {
     /// contains the name.
     pub(crate) fn are_names_synced(&self) -> bool {
         let is_synced_by_object = !self.name_unsynced.load(Ordering::Acquire);
-        let last_change = self.names_changed.load(Ordering::Acquire);
+        let last_change = self.names_changed_at.load(Ordering::Acquire);
         let is_synced_by =
-            |parent: &Arc<Self>| parent.entries_synced.load(Ordering::Acquire) >= last_change;
+            |parent: &Arc<Self>| parent.entries_synced_at.load(Ordering::Acquire) >= last_change;
         let parents = self.parents();
         parents.iter().all(|parent| {
             (is_synced_by_object || is_synced_by(parent)) && parent.are_names_synced()
@@ -337,14 +342,14 @@ impl<B: Backing> Inode<B> {
     /// Records that a name of this inode was made or changed in the backing.
     pub(crate) fn record_name_change(&self) {
         let change = NAME_CHANGES.fetch_add(1, Ordering::AcqRel) + 1;
-        self.names_changed.store(change, Ordering::Release);
+        self.names_changed_at.store(change, Ordering::Release);
         self.name_unsynced.store(true, Ordering::Release);
     }
 
     /// Records that a sync of this directory covered all changes of names up to `change`. The caller reads that
     /// number before the sync begins.
     pub(crate) fn record_entries_synced(&self, change: u64) {
-        self.entries_synced.fetch_max(change, Ordering::AcqRel);
+        self.entries_synced_at.fetch_max(change, Ordering::AcqRel);
     }
 
     /// Records in the inode whether the file was cut, because the inode outlives the file's state. The caller must hold
@@ -405,7 +410,7 @@ struct InodeTables<B: Backing> {
     /// Number of objects at which the tables are swept next.
     sweep_at: usize,
     /// Last synthetic number that was assigned.
-    next_synthetic: u64,
+    last_synthetic: u64,
     last_serial: u64,
 }
 
@@ -517,7 +522,7 @@ impl<B: Backing> Names<B> {
     /// Ensures that no number of an earlier firnd is assigned again.
     pub(crate) fn start_numbers_at(&self, base: NumberBase) {
         let mut tables = self.tables.lock();
-        tables.next_synthetic = tables.next_synthetic.max(FIRST_SYNTHETIC_NUMBER + base.0);
+        tables.last_synthetic = tables.last_synthetic.max(FIRST_SYNTHETIC_NUMBER + base.0);
     }
 
     /// Adds an inode that the kernel knows from an earlier firnd, without a call of the backing. Its object (the
@@ -572,24 +577,27 @@ impl<B: Backing> Names<B> {
         }
     }
 
-    /// Makes the tables of inodes with the root only; `object` is the root's object in the backing. `objects_max`
-    /// bounds the number of open objects, not counting those that must remain open. `names_unsynced` says that an
-    /// earlier firnd may have made names without a sync.
+    /// Makes the tables of inodes with the root only; `root_object` is its object in the backing. `objects_max` bounds
+    /// the number of open objects, not counting those that must remain open. `names_unsynced` says that an earlier
+    /// firnd may have made names without a sync.
     pub(crate) fn new(
-        object: B::Inode,
+        root_object: B::Inode,
         attr: &Attr,
         names_unsynced: bool,
         objects_max: usize,
     ) -> Self {
         let objects = Arc::new(Cache::new(objects_max));
+        let root_serial = 0;
+        // The root has no name that could be unsynced.
+        let name_unsynced = false;
         let root = Arc::new(new_inode(
             ROOT,
-            0,
+            root_serial,
             &objects,
             KnownObject::from_attr(attr),
-            false,
+            name_unsynced,
         ));
-        *root.kept_open_object.lock() = Some(object);
+        *root.kept_open_object.lock() = Some(root_object);
         let kernel_root = KernelInode {
             inode: Arc::clone(&root),
             lookups: 1,
@@ -599,7 +607,7 @@ impl<B: Backing> Names<B> {
             by_key: HashMap::from([(root.key, Arc::downgrade(&root))]),
             children: HashMap::new(),
             sweep_at: SWEEP_OBJECTS_MIN,
-            next_synthetic: FIRST_SYNTHETIC_NUMBER,
+            last_synthetic: FIRST_SYNTHETIC_NUMBER,
             last_serial: 0,
         };
         Self {
@@ -902,13 +910,13 @@ impl<B: Backing> Names<B> {
     /// systems.
     fn add_inode(&self, tables: &mut InodeTables<B>, attr: &Attr) -> Arc<Inode<B>> {
         let own_number = InodeId(attr.ino);
-        let is_usable =
-            attr.dev == self.root.key.dev && attr.ino > 1 && attr.ino < FIRST_SYNTHETIC_NUMBER;
+        let is_usable = attr.dev == self.root.key.dev
+            && (FIRST_USABLE_NUMBER..FIRST_SYNTHETIC_NUMBER).contains(&attr.ino);
         let id = if is_usable && !tables.by_id.contains_key(&own_number) {
             own_number
         } else {
-            tables.next_synthetic += 1;
-            InodeId(tables.next_synthetic)
+            tables.last_synthetic += 1;
+            InodeId(tables.last_synthetic)
         };
         tables.last_serial += 1;
         let inode = Arc::new(new_inode(
@@ -918,7 +926,7 @@ impl<B: Backing> Names<B> {
             KnownObject::from_attr(attr),
             self.names_unsynced,
         ));
-        // Entries of dropped inodes are removed if there are many.
+        // If the tables have many entries, those of dropped inodes are removed before one is added.
         tables.sweep();
         let key = ObjectKey::from_attr(attr);
         tables.by_key.insert(key, Arc::downgrade(&inode));
@@ -1016,8 +1024,8 @@ impl<B: Backing> Names<B> {
     }
 }
 
-/// Makes an inode without names. `serial` is its number in the cache of open `objects`. `name_unsynced` says whether a
-/// sync of it must sync its names too.
+/// Makes an inode without names. `serial` is its key in `objects`, the cache of open objects. `name_unsynced` says
+/// whether a sync of it must sync its names too.
 fn new_inode<B: Backing>(
     id: InodeId,
     serial: u64,
@@ -1035,8 +1043,8 @@ fn new_inode<B: Backing>(
         objects: Arc::clone(objects),
         names: Mutex::new(SmallVec::new()),
         name_unsynced: AtomicBool::new(name_unsynced),
-        names_changed: AtomicU64::new(NAMES_OF_EARLIER_FIRND),
-        entries_synced: AtomicU64::new(0),
+        names_changed_at: AtomicU64::new(BEFORE_THIS_FIRND),
+        entries_synced_at: AtomicU64::new(0),
         data_unsynced: AtomicBool::new(false),
         synced: Synced::default(),
         is_cut: AtomicBool::new(false),

@@ -137,20 +137,18 @@ impl<B: Backing> Namespace<B> {
         self.add_pending_data(inode, attr)
     }
 
-    /// For a file that is open or has bytes in the arena, returns the backing's attributes, corrected by the pending
-    /// data. For any other object, returns `attr`.
-    ///
-    /// Pending data (bytes that only the arena has) is read before the backing's attributes. In the other order a drain
-    /// between the two could make the file look too short.
-    fn add_pending_data(&self, inode: &Arc<Inode<B>>, attr: Attr) -> Result<Attr> {
+    /// Returns the attributes of an object with its pending data (bytes that only the arena has) counted in.
+    /// `attr_before` are the backing's attributes. They are returned if the object is not a file that is open or has
+    /// bytes in the arena. For such a file, the attributes are read again, and changes that they show are recorded.
+    fn add_pending_data(&self, inode: &Arc<Inode<B>>, attr_before: Attr) -> Result<Attr> {
         if inode.kind != Kind::File {
-            return Ok(attr);
+            return Ok(attr_before);
         }
         let Some(file) = self.open_files.known_file(inode) else {
-            return Ok(attr);
+            return Ok(attr_before);
         };
         let mut state = file.lock();
-        // Bytes that a client process has stored in the arena without a request count, too.
+        // Bytes that a client process has stored in the arena, without a request, count as written too.
         self.intake.ingest_published(&file, &mut state);
         let pending_bytes = state.pending.bytes();
         let pending_end = state.pending.end();
@@ -158,8 +156,10 @@ impl<B: Backing> Namespace<B> {
         // The lock is released, because the next steps call the backing.
         drop(state);
         let object = self.tree.object(inode)?;
+        // The attributes are read after the pending data. In the other order, bytes that are drained in between would
+        // be missing in both, and the file would look too short.
         let mut attr = self.base.backing.attr(&object)?;
-        // The call of the backing may have shown changes by other hosts, or privileges that the file got.
+        // The call of the backing may have shown changes by other hosts, or set-id bits that the file got.
         self.kernel_cache.record_changes_by_others(inode, &object);
         self.intake.end_lists_before_changes(&file, &object);
         self.privilege_rules
@@ -180,7 +180,8 @@ impl<B: Backing> Namespace<B> {
     /// Sets attributes in the order length, owner, mode, times, and returns all attributes. After an error, the
     /// attributes before the failed one are set.
     ///
-    /// `principal` is the caller, if its change removes set-id bits and capabilities of the object.
+    /// `principal` is the process that makes the change, if the change removes set-id bits and capabilities
+    /// (privileges) of the object.
     pub fn set_attr(
         &self,
         inode_id: InodeId,
@@ -191,8 +192,8 @@ impl<B: Backing> Namespace<B> {
         if set.is_empty()
             && let Some(principal) = principal
         {
-            // An empty change is the kernel's request to drop privileges. It comes before the kernel changes contents
-            // itself (passthrough), and for a set-group-id bit without group execute.
+            // An empty change is the kernel's request to drop privileges. The kernel makes it before it writes to the
+            // file itself (passthrough), for example.
             self.privilege_rules.drop_privileges(inode.id, principal)?;
         }
         if let Some(size) = set.size {
@@ -202,13 +203,8 @@ impl<B: Backing> Namespace<B> {
             result?;
         }
         let changes_owner = set.uid.is_some() || set.gid.is_some();
-        if (set.mode.is_some() || changes_owner)
-            && let Some(file) = self.open_files.known_file(&inode)
-        {
-            // The next write must remove set-id bits, which a client with a grant (the right to write the file
-            // directly) cannot do. So the writer must write through the kernel from here on.
-            self.intake.end_grant(&file);
-            self.open_files.open_before_mode_change(&file);
+        if set.mode.is_some() || changes_owner {
+            self.prepare_access_change(&inode);
         }
         if changes_owner {
             self.privilege_rules
@@ -227,6 +223,18 @@ impl<B: Backing> Namespace<B> {
             self.set_times(&inode, set.atime, set.mtime)?;
         }
         self.attr_of(&inode)
+    }
+
+    /// Prepares a file for a change of its owner, mode, capabilities or access list: ends the grant of a client process
+    /// (its right to write the file directly), and opens the backing's file.
+    fn prepare_access_change(&self, inode: &Inode<B>) {
+        let Some(file) = self.open_files.known_file(inode) else {
+            return;
+        };
+        // After the change, a write may have to remove set-id bits or capabilities, which a direct write cannot do.
+        self.intake.end_grant(&file);
+        // After the change, firnd may not be allowed to open the file.
+        self.open_files.open_before_access_change(&file);
     }
 
     /// Sets the length of a file, after removing the privileges that the file loses if the process `principal` changes
@@ -258,8 +266,9 @@ impl<B: Backing> Namespace<B> {
         Ok(())
     }
 
-    /// Sets times in the backing, and in the pending data of the file (bytes that only the arena has; their drain sets
-    /// the pending time). If the backing refuses, the pending time is restored.
+    /// Sets times in the backing. If the file has pending data (bytes that only the arena has), also replaces its
+    /// pending modification time, which the drain of the last byte will set. If the backing refuses, restores the
+    /// pending time.
     fn change_times(&self, inode: &Arc<Inode<B>>, atime: SetTime, mtime: SetTime) -> Result<()> {
         let Some(file) = self.open_files.known_file(inode) else {
             return self
@@ -279,12 +288,13 @@ impl<B: Backing> Namespace<B> {
             .and_then(|object| self.base.backing.set_times(&object, atime, mtime));
         let mut state = file.lock();
         if result.is_ok() {
-            // The new time is no sign of a change by a program that does not use the mount.
-            state.cache.trust_backing();
+            // The cached bytes remain valid: this call changed the times, and not a program that does not use the
+            // mount.
+            state.cache.accept_backing_state();
         }
-        // A write since then has set a later time, which must remain.
-        let is_still_set = new_mtime.is_some() && state.pending.mtime() == new_mtime;
-        if is_still_set && !state.pending.is_empty() {
+        // If a program wrote in the meantime, the pending time is that of the write, and must remain.
+        let is_still_new_mtime = new_mtime.is_some() && state.pending.mtime() == new_mtime;
+        if is_still_new_mtime && !state.pending.is_empty() {
             match &result {
                 Ok(()) => self.base.journal.record_time(&state),
                 Err(_) => state.pending.set_mtime(old_mtime),
@@ -417,7 +427,7 @@ impl<B: Backing> Namespace<B> {
         // No rename changes the path of the new name before it is recorded.
         let _path_claim = self
             .tree
-            .paths
+            .claims
             .claim_unchanged(|| dir.path_of(name).into_iter().collect());
         // The new name leads to this very object, so no lookup is needed.
         let object = self.tree.object(&inode)?;
@@ -465,7 +475,7 @@ impl<B: Backing> Namespace<B> {
         // No rename changes the path of the name before the removal is recorded.
         let _path_claim = self
             .tree
-            .paths
+            .claims
             .claim_unchanged(|| dir.path_of(name).into_iter().collect());
         let file = self.prepare_name_removal(&dir, name)?;
         let dir_object = self.tree.object(&dir)?;
@@ -505,20 +515,20 @@ impl<B: Backing> Namespace<B> {
             return Ok(None);
         };
         if let Some(path) = dir.path_of(name) {
-            self.record_name_removal(&file, path)?;
+            self.prepare_loss_of_name(&file, path)?;
         }
         self.open_files.send_to_keeper_before_removal(&file);
         Ok(Some(file))
     }
 
     /// Ensures that recovery can find a file with pending data (bytes that only the arena has) after the file loses
-    /// this name. The caller removes the name afterwards.
+    /// this name. The caller removes the name afterwards. There are two cases:
     ///
-    /// Records the other known names in the journal, because the kernel may have looked some of them up after the file
-    /// got its id. If the file has other names but none is known, drains its data to the backing first.
-    fn record_name_removal(&self, file: &Arc<File<B>>, path: Vec<u8>) -> Result<()> {
+    /// * The file has other names, but none of them is known: ends direct access and drains the file.
+    /// * Otherwise: records in the journal the known other names, of which it may lack some, and the removal.
+    fn prepare_loss_of_name(&self, file: &Arc<File<B>>, path: Vec<u8>) -> Result<()> {
         let mut state = file.lock();
-        // Bytes that a client process has stored in the arena without a request count, too.
+        // Bytes that a client process has stored in the arena, without a request, count as written too.
         self.intake.ingest_published(file, &mut state);
         let Some(file_id) = state.pending.file_id() else {
             return Ok(());
@@ -530,7 +540,8 @@ impl<B: Backing> Namespace<B> {
         drop(state);
         let mut other_paths = file.inode.paths();
         other_paths.retain(|known| *known != path);
-        if other_paths.is_empty() && self.has_several_names(&file.inode)? {
+        let no_other_path_known = other_paths.is_empty();
+        if no_other_path_known && self.has_several_names(&file.inode)? {
             self.intake.end_grant(file);
             return self.drainer.drain_and_wait(file);
         }
@@ -572,9 +583,9 @@ impl<B: Backing> Namespace<B> {
             !state.opens.is_empty()
         };
         if is_open {
-            // Its programs still use it. Another process gets a descriptor, so that the file survives the death of
-            // firnd.
-            self.open_files.open_nameless(file);
+            // Programs still use the file. The keeper (the process that starts the next firnd) gets a descriptor, so
+            // that they can use it after firnd dies, too.
+            self.open_files.open_and_send_to_keeper(file);
             return;
         }
         self.exclusive.discard(file);
@@ -627,7 +638,7 @@ impl<B: Backing> Namespace<B> {
                 .collect()
         };
         // Until this function returns, no other thread changes these paths or writes them to the journal.
-        let _path_claim = self.tree.paths.claim_change(both_paths);
+        let _path_claim = self.tree.claims.claim_change(both_paths);
         if self.are_same_inode((dir.id, name), (new_dir.id, new_name)) {
             // Both names lead to one file, so rename(2) changes nothing. The answer comes from the backing.
             return rename_in_backing();
@@ -701,9 +712,9 @@ impl<B: Backing> Namespace<B> {
         if let Some(file) = &replaced_file
             && let Some(path) = dir.path_of(name)
         {
-            self.record_name_removal(file, path)?;
-            // If firnd dies, its programs still use an open file: another process keeps a descriptor for the next
-            // firnd.
+            self.prepare_loss_of_name(file, path)?;
+            // The keeper (the process that starts the next firnd) gets a descriptor of an open file, so that programs
+            // can use it after firnd dies, too.
             self.open_files.send_to_keeper_before_removal(file);
         }
         self.open_files.with_descriptor(|| {
@@ -762,12 +773,8 @@ impl<B: Backing> Namespace<B> {
         principal: Option<&dyn Principal>,
     ) -> Result<()> {
         let inode = self.tree.inode(inode_id)?;
-        // The attribute may be an ACL, or a capability that the next write must remove. Only a write through the kernel
-        // does so, so direct access ends.
-        if let Some(file) = self.open_files.known_file(&inode) {
-            self.intake.end_grant(&file);
-            self.open_files.open_before_mode_change(&file);
-        }
+        // The attribute may be a capability or an access list.
+        self.prepare_access_change(&inode);
         self.privilege_rules
             .set_xattr(&inode, name, value, flags, principal)
     }
@@ -818,17 +825,17 @@ impl<B: Backing> Namespace<B> {
         self.base.backing.statfs()
     }
 
-    /// Drops the names at or below `path` that no longer lead to their inodes, after the backing changed without a
-    /// request of the kernel, as when a transaction is aborted.
+    /// Drops the names at or below `path` that no longer lead to their inodes. Called after names changed in the
+    /// backing although the kernel requested no change, for example because a transaction was aborted.
     ///
     /// Returns the dropped names, then all inodes at or below `path`. The caller must make the kernel drop its cached
     /// data of these, in this order, so that no program finds new attributes under an old name.
     pub fn revalidate_names(&self, path: &[u8]) -> Vec<Cached> {
-        let _path_claim = self.tree.paths.claim_change(|| vec![path.to_vec()]);
-        // Done before the list of inodes is made. A thread that looked a name up earlier and adds it now sees that the
-        // count has changed, and looks the name up again.
+        let _path_claim = self.tree.claims.claim_change(|| vec![path.to_vec()]);
+        // Counted before the inodes are listed. A thread that looked up an old name, and adds it only after the list
+        // was made, then sees another count and looks the name up again.
         self.tree.names.record_backing_name_change();
-        let mut names = Vec::new();
+        let mut invalidations = Vec::new();
         let mut inodes = Vec::new();
         for inode in self.tree.names.all_inodes() {
             let paths = inode.paths();
@@ -842,15 +849,15 @@ impl<B: Backing> Namespace<B> {
             inodes.push(Cached::Inode(inode.id));
             for (parent, name) in inode.names_with_parents() {
                 if self.drop_wrong_name(&parent, &name, &inode) {
-                    names.push(Cached::Name {
+                    invalidations.push(Cached::Name {
                         parent: parent.id,
                         name: name.to_os_string(),
                     });
                 }
             }
         }
-        names.extend(inodes);
-        names
+        invalidations.extend(inodes);
+        invalidations
     }
 
     /// Drops a name from the tables if it no longer leads to `inode` in the backing. Returns whether it was dropped.

@@ -111,8 +111,9 @@ impl<B: Backing> OpenFiles<B> {
     }
 
     /// Closes the backing's file if no handle is open: more files may be in memory than a process may have descriptors.
-    /// A file with pending data (not in the backing yet) is closed only if there are many such files, and only if an
-    /// open by its name succeeds first: the file's mode, for example 0444, may forbid a later open.
+    ///
+    /// A file with pending data (not in the backing yet) must be opened again for its drain. It is closed only if there
+    /// are many such files, and if a trial open succeeds: the file's mode, for example 0444, may forbid the open.
     pub(crate) fn close_if_unused(&self, file: &File<B>) {
         let had_pending_bytes = {
             let state = file.lock();
@@ -122,14 +123,17 @@ impl<B: Backing> OpenFiles<B> {
             !state.pending.is_empty()
         };
         if had_pending_bytes {
-            let has_few_files = self.drain.pending_files() <= self.base.options.objects_max as u64;
+            // As many files as objects may be open with pending data.
+            let open_files_max = self.base.options.objects_max as u64;
+            let has_few_files = self.drain.pending_files() <= open_files_max;
             if has_few_files || self.try_open(file, Access::ReadWrite).is_err() {
                 return;
             }
         }
         let mut state = file.lock();
-        // Bytes that became pending meanwhile need the check above.
-        if state.can_close() && (had_pending_bytes || state.pending.is_empty()) {
+        // If bytes became pending only now, the check above was not made, so the file remains open.
+        let is_checked = had_pending_bytes || state.pending.is_empty();
+        if state.can_close() && is_checked {
             let closed_files = (state.writer.take(), state.reader.take());
             // The lock is released first, because a close may write to a server.
             drop(state);
@@ -143,9 +147,9 @@ impl<B: Backing> OpenFiles<B> {
         self.base.backing.open(&object, access)
     }
 
-    /// Opens the backing's file before its mode changes. After the change, firnd may have no right to open it for a
-    /// drain or for a program that has the file open.
-    pub(crate) fn open_before_mode_change(&self, file: &File<B>) {
+    /// Opens the backing's file before a change of its mode or access list. After the change, firnd may have no right
+    /// to open it for a drain or for a program that has the file open.
+    pub(crate) fn open_before_access_change(&self, file: &File<B>) {
         let needs_writer = {
             let state = file.lock();
             if state.pending.is_empty() && state.opens.is_empty() {
@@ -153,7 +157,7 @@ impl<B: Backing> OpenFiles<B> {
             }
             !state.pending.is_empty() || state.opens.has_writers()
         };
-        // An error is ignored: if the file cannot be opened now, the change of mode does no further harm.
+        // An error is ignored: if the file cannot be opened now, the change does no further harm.
         let _ = self.open_in_backing(file, needs_writer);
     }
 
@@ -202,8 +206,8 @@ impl<B: Backing> OpenFiles<B> {
             .get_or_insert(inode, self.route_of(inode), change)
     }
 
-    /// Returns where an inode's data goes: the lane (I/O server), and whether distant pieces can be written in one
-    /// call. If the backing gives no answer, this is the first lane.
+    /// Returns where an inode's data goes: the lane (I/O server), and whether the backing *gathers*, that is, writes
+    /// distant pieces of the file in one call. Returns the first lane if the backing does not know the object.
     fn route_of(&self, inode: &Inode<B>) -> Route {
         if self.drain.has_one_route() {
             return Route::default();
@@ -215,9 +219,9 @@ impl<B: Backing> OpenFiles<B> {
             return Route::default();
         };
         let Facts { lane, gathers, .. } = self.base.backing.facts(&object);
-        let is_known = lane.index() < self.drain.lane_count();
+        let is_valid = lane.index() < self.drain.lane_count();
         Route {
-            lane: if is_known { lane } else { LaneIndex::FIRST },
+            lane: if is_valid { lane } else { LaneIndex::FIRST },
             gathers,
         }
     }

@@ -47,7 +47,7 @@ impl<B: Backing> Durability<B> {
             return Ok(false);
         };
         let mut state = file.lock();
-        // Bytes that a client process has stored in the arena without a request count, too.
+        // Bytes that a client process has stored in the arena, without a request, count as written too.
         self.intake.ingest_published(&file, &mut state);
         if state.changes != changes || state.pending.is_empty() || !is_partner_current() {
             return Ok(false);
@@ -72,7 +72,7 @@ impl<B: Backing> Durability<B> {
         let mut figures = PartnerFigures::default();
         for file in self.pending_below(path) {
             let mut state = file.lock();
-            // Bytes that a client process has stored in the arena without a request count, too.
+            // Bytes that a client process has stored in the arena, without a request, count as written too.
             self.intake.ingest_published(&file, &mut state);
             let bytes = state.pending.bytes();
             if state.durability_of_pending(&self.base.arena) >= DurabilityLevel::Partnered {

@@ -110,7 +110,8 @@ impl<B: Backing> PrivilegeRules<B> {
         if file.lock().unprivileged_epoch == epoch {
             return Ok(());
         }
-        if self.strip_privileges(file, principal)? {
+        let has_set_id_bits_left = self.strip_privileges(file, principal)?;
+        if !has_set_id_bits_left {
             file.lock().unprivileged_epoch = epoch;
         }
         Ok(())
@@ -138,7 +139,7 @@ impl<B: Backing> PrivilegeRules<B> {
     }
 
     /// Removes the privileges (set-id bits and capabilities) that a file loses if the process `principal` changes its
-    /// contents. Returns whether the file has no set-id bits left.
+    /// contents. Returns whether the file still has a set-id bit, which this process may keep.
     fn strip_privileges(&self, file: &Arc<File<B>>, principal: &dyn Principal) -> Result<bool> {
         let inode = &*file.inode;
         let attr = self
@@ -149,18 +150,21 @@ impl<B: Backing> PrivilegeRules<B> {
         let object = self.tree.object(inode)?;
         let has_capabilities = self.tree.has_capabilities(&object);
         if new_mode == old_mode && !has_capabilities {
-            return Ok(old_mode & SET_ID_BITS == 0);
+            return Ok(old_mode & SET_ID_BITS != 0);
         }
-        let mut result = Ok(());
-        if has_capabilities {
-            result = self.remove_capabilities(&object);
-        }
-        if new_mode != old_mode && result.is_ok() {
-            result = self.base.backing.set_mode(&object, new_mode);
-        }
+        let remove_privileges = || {
+            if has_capabilities {
+                self.remove_capabilities(&object)?;
+            }
+            if new_mode != old_mode {
+                self.base.backing.set_mode(&object, new_mode)?;
+            }
+            Ok(())
+        };
+        let mut result = remove_privileges();
         if result == Err(Errno::PERM) {
-            // A firnd that is not root may not change another user's file in this way. But the kernel removes all
-            // privileges when such a firnd changes the contents, even if the bytes remain the same.
+            // A firnd that is not root may not change mode and attributes of another user's file. But it may write to
+            // the file, and then the kernel removes the privileges, even if the bytes remain the same.
             result = self.exclusive.with_exclusive_file(file, |backing_file| {
                 self.base.backing.resize(backing_file, Resize::Unchanged)?;
                 Ok(())
@@ -169,7 +173,7 @@ impl<B: Backing> PrivilegeRules<B> {
         // Also after an error, because a part of the privileges may be removed.
         self.privileges.report_attributes_changed(inode.id);
         result?;
-        Ok(new_mode & SET_ID_BITS == 0)
+        Ok(new_mode & SET_ID_BITS != 0)
     }
 
     /// Removes the capabilities of an object.
@@ -233,10 +237,11 @@ impl<B: Backing> PrivilegeRules<B> {
         self.base.backing.set_mode(&object, new_mode)
     }
 
-    /// Sets the mode, as chmod(2) by the process `principal` does.
+    /// Sets the mode, as chmod(2) by the process `principal` does. A set-group-id bit without group execute is cleared
+    /// if the process may not keep it.
     ///
-    /// The kernel also requests this when a process changes something other than the mode. The requested mode then
-    /// retains a set-group-id bit without group execute, whichever groups the process is in.
+    /// The kernel also requests a mode here for other changes than chmod(2). Such a mode may have the bit although the
+    /// process may not keep it.
     pub(crate) fn set_mode(
         &self,
         inode: &Inode<B>,
@@ -244,10 +249,10 @@ impl<B: Backing> PrivilegeRules<B> {
         principal: Option<&dyn Principal>,
     ) -> Result<()> {
         let object = self.tree.object(inode)?;
-        let has_only_set_group_id =
+        let may_lose_set_group_id =
             inode.kind == Kind::File && mode & (SET_GROUP_ID | GROUP_EXECUTE) == SET_GROUP_ID;
         let mut new_mode = mode;
-        if has_only_set_group_id
+        if may_lose_set_group_id
             && let Some(principal) = principal
             && !can_keep_set_group_id(self.base.backing.attr(&object)?.gid, principal)
         {

@@ -7,7 +7,7 @@
 //! Promise: a read returns the file as it was at one moment.
 //!
 //! Bytes of the backing are read without the file's lock. If the file was changed meanwhile, in the arena and in the
-//! backing, the read is repeated. After [`READ_TRIES_MAX`] tries, the read excludes changes.
+//! backing, the read is repeated. After [`READ_ATTEMPTS_MAX`] attempts, the read excludes changes.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -22,19 +22,19 @@ use crate::file::{BackingFile, File, FileState};
 use crate::intake::Intake;
 use crate::open_files::OpenFiles;
 
-/// Maximum number of tries of a read while the file is being changed. The next try excludes truncations and drains.
-const READ_TRIES_MAX: usize = 10;
+/// Maximum number of attempts of a read while the file is being changed. The next one excludes truncations and drains.
+const READ_ATTEMPTS_MAX: usize = 10;
 
-/// Result of one try of a read.
+/// Result of one attempt of a read.
 #[derive(Default)]
-struct ReadTry {
+struct ReadAttempt {
     /// Number of bytes that were read.
     bytes: u64,
     /// The counters of changes before bytes of the backing were read; `None` if all bytes came from the arena.
     counters_before: Option<ChangeCounters>,
-    /// Whether the backing's file ended before pending bytes of a higher offset, so that the try filled the gap with
-    /// zeros.
-    has_filled_gap: bool,
+    /// Whether the backing's file ended before pending bytes of a higher offset, so that the attempt filled the gap
+    /// with zeros.
+    has_zero_filled_gap: bool,
 }
 
 /// Counters of a file's changes.
@@ -77,7 +77,7 @@ impl<B: Backing> Reads<B> {
         offset: u64,
         buf: &mut [u8],
     ) -> Result<u64> {
-        for _ in 0..READ_TRIES_MAX {
+        for _ in 0..READ_ATTEMPTS_MAX {
             let attempt = self.read_once(file, offset, buf)?;
             if self.is_consistent(file, &attempt) {
                 return Ok(attempt.bytes);
@@ -104,19 +104,21 @@ impl<B: Backing> Reads<B> {
             .map(|attempt| attempt.bytes)
     }
 
-    /// Returns whether one try of a read returned the file as it was at one moment. Waits for a truncation under way.
+    /// Returns whether one attempt of a read returned the file as it was at one moment. If the attempt may have read in
+    /// the middle of a truncation, waits for its end and returns false.
     ///
-    /// A try reads the backing after the pending bytes, which only the arena has. If the file was truncated, written
-    /// again and partly drained in between, the try has seen holes of the backing that the file never had.
-    fn is_consistent(&self, file: &Arc<File<B>>, attempt: &ReadTry) -> bool {
+    /// An attempt reads the backing after the pending bytes, which only the arena has. If the file was truncated,
+    /// written again and partly drained in between, the attempt has seen holes of the backing that the file never had.
+    fn is_consistent(&self, file: &Arc<File<B>>, attempt: &ReadAttempt) -> bool {
         let Some(before) = attempt.counters_before else {
             return true;
         };
         let mut state = file.lock();
         // A client process may have stored bytes in the arena without a request.
         self.intake.ingest_published(file, &mut state);
-        if state.drain.is_exclusive() && attempt.has_filled_gap {
-            // The gap may come from a truncation under way. The lock is taken only to wait for its end.
+        if state.drain.is_exclusive() && attempt.has_zero_filled_gap {
+            // A truncation may have caused the gap. The lock is taken again only to wait for the end of its exclusive
+            // use.
             drop(state);
             drop(file.lock_without_exclusive_use());
             return false;
@@ -125,11 +127,11 @@ impl<B: Backing> Reads<B> {
         state.changes == before.changes || state.drain.backing_changes() == before.backing_changes
     }
 
-    /// Makes one try of a read: reads the bytes in the arena (shared memory) under the file's lock, and the gaps from
-    /// the backing without it. The caller checks the counters in the result for changes meanwhile.
-    fn read_once(&self, file: &Arc<File<B>>, offset: u64, buf: &mut [u8]) -> Result<ReadTry> {
+    /// Makes one attempt of a read: reads the bytes in the arena (shared memory) under the file's lock, and the gaps
+    /// from the backing without it. The caller checks the counters in the result for changes meanwhile.
+    fn read_once(&self, file: &Arc<File<B>>, offset: u64, buf: &mut [u8]) -> Result<ReadAttempt> {
         let end = offset.saturating_add(buf.len() as u64).min(i64::MAX as u64);
-        let mut attempt = ReadTry::default();
+        let mut attempt = ReadAttempt::default();
         if offset >= end {
             return Ok(attempt);
         }
@@ -140,11 +142,11 @@ impl<B: Backing> Reads<B> {
             changes: state.changes,
             backing_changes: state.drain.backing_changes(),
         };
-        // The file has at least this length, whatever length it has in the backing.
+        // Up to this offset the file has bytes for certain. Its length in the backing may be smaller.
         let mut known_end = state.pending.end().min(end);
         let gaps = self.read_arena(&state, offset..end, buf)?;
-        // If the last byte was in the arena, the file has all requested bytes.
-        if gaps.last().is_none_or(|gap| gap.end < end) {
+        let has_last_byte = gaps.last().is_none_or(|gap| gap.end < end);
+        if has_last_byte {
             known_end = end;
         }
         let reader = state.open_reader();
@@ -159,8 +161,9 @@ impl<B: Backing> Reads<B> {
             for gap in gaps {
                 let out = &mut buf[(gap.start - offset) as usize..(gap.end - offset) as usize];
                 let read_end = gap.start + self.read_gap(&reader, out, gap.start)?;
-                // The backing's file ended inside the gap, although the file goes on: zeros have filled the rest.
-                attempt.has_filled_gap |= read_end < gap.end.min(known_end);
+                // The backing's file may end inside the gap although the file goes on. Zeros then fill the rest.
+                let is_zero_filled = read_end < gap.end.min(known_end);
+                attempt.has_zero_filled_gap |= is_zero_filled;
                 known_end = known_end.max(read_end);
             }
         }

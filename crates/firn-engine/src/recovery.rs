@@ -59,7 +59,8 @@ pub struct Recovered {
 /// An arena with the data of an earlier firnd, before any of it is pending again.
 pub struct StoredArena {
     arena: Arena,
-    /// All complete pieces. Their slabs are kept until the attach ends.
+    /// All complete pieces: each with its record, the place of the record, and its time. Their slabs are kept until the
+    /// attach ends.
     stored: Vec<StoredPiece>,
     journal: Journal<JournalRegion>,
     replay: Replay,
@@ -93,21 +94,23 @@ impl StoredArena {
     /// The call may be repeated, also after a crash. If it fails with `JournalFull`, some of the pieces may already be
     /// dropped.
     pub fn drop_files_below(&mut self, scopes: &[Vec<u8>]) -> Result<(), EngineError> {
-        for file in self.files_below(scopes) {
+        for file_id in self.files_below(scopes) {
             let pieces_of_file = self
                 .stored
                 .iter()
-                .filter(|stored| stored.piece.file == file);
+                .filter(|stored| stored.piece.file == file_id);
             for stored in pieces_of_file {
                 self.arena.mark_dead(stored.record);
                 self.dropped_bytes += u64::from(stored.piece.len);
             }
-            // The file id ends after its pieces are dead: after a crash in between, pieces without a file id would
-            // count as those of a lost file. The end of the file id also ends a truncation of the file that had begun.
+            // The pieces are marked as dead before the file id ends. In the other order, a crash in between would leave
+            // pieces without a file id, which count as data of a lost file.
+            //
+            // The end of the file id also ends any truncation of the file that was under way.
             self.journal
-                .append_end(&Record::FileIdEnd { file })
+                .append_end(&Record::FileIdEnd { file: file_id })
                 .map_err(|_| EngineError::JournalFull)?;
-            self.dropped.insert(file);
+            self.dropped.insert(file_id);
         }
         Ok(())
     }
@@ -144,8 +147,9 @@ enum FileSearch<B: Backing> {
 
 /// Result of [`Recovery::finish_truncations`].
 struct FinishedTruncations {
-    /// The truncations that apply to the file, each with its sequence and the new length.
-    truncations: Vec<(u64, u64)>,
+    /// The truncations that count for the file's data, each with its sequence and the new length. Includes one that
+    /// failed now, because its data is retained for the next recovery.
+    counted: Vec<(u64, u64)>,
     /// The error of a truncation that could not be completed, if there is one.
     failure: Option<Errno>,
 }
@@ -204,12 +208,13 @@ impl<B: Backing> Engine<B> {
             dropped,
             dropped_bytes,
         } = from;
-        // A rename without an end record may or may not have happened, so its files are looked for under both names.
+        // It is not known whether a rename without an end record was made. So its files are searched under both names.
         replay.ledger.settle_all_renames();
         let mut engine = Self::assemble(backing, arena, journal, options)?;
-        // Handles are restored before the data, because the open handles decide how a file's writers left it.
+        // Handles are restored before the data: a file with an open handle does not count as closed by its writers.
         let requests = resumed.map(|resumed| engine.resume(resumed));
         engine.base.arena.remove_unused_memory_files();
+        // No new file gets the id of an earlier one, from the journal or from a piece.
         let file_ids_of_pieces = stored.iter().map(|stored| stored.piece.file);
         let last_file_id = file_ids_of_pieces.max().unwrap_or(0).max(replay.last_file);
         engine.base.journal.set_last_file_id(last_file_id);
@@ -229,12 +234,12 @@ impl<B: Backing> Engine<B> {
             restored,
             ..
         } = recovery;
-        // Recovery has kept the slabs of all pieces that still count.
+        // The recovery above has kept the slabs of pieces that still count. The other slabs are freed.
         engine.base.arena.free_unkept_slabs(&stored);
         engine.recovered_bytes = recovered.bytes;
-        let engine = engine.start();
-        engine.drain_restored_files(restored);
-        Ok((engine, recovered))
+        let started_engine = engine.start();
+        started_engine.drain_restored_files(restored);
+        Ok((started_engine, recovered))
     }
 
     /// Counts the pending bytes of restored files, and begins to drain or to settle the files (to copy them into memory
@@ -247,7 +252,7 @@ impl<B: Backing> Engine<B> {
                 self.drain.force(&file, &mut state);
             }
             drop(state);
-            self.room.queue_for_settling(&file);
+            self.room.queue_for_memory_file(&file);
         }
     }
 
@@ -278,7 +283,7 @@ struct Recovery<'a, B: Backing> {
 
 impl<B: Backing> Recovery<'_, B> {
     /// Recovers each file that has a file id in the journal, except for the `dropped` ones of ended transactions.
-    /// Pieces (recorded appends) of other files are kept as data of lost files, which are not found in the backing.
+    /// Pieces (recorded appends) without such a file are retained as data of lost files.
     fn recover_files(&mut self, replay: &Replay, dropped: &BTreeSet<u64>, stored: &[StoredPiece]) {
         let mut pieces_by_file: BTreeMap<u64, Vec<StoredPiece>> = BTreeMap::new();
         for piece in stored {
@@ -287,17 +292,17 @@ impl<B: Backing> Recovery<'_, B> {
                 pieces_by_file.entry(file_id).or_default().push(*piece);
             }
         }
-        for (file_id, known) in replay.ledger.files() {
+        for (file_id, known_file) in replay.ledger.files() {
             if dropped.contains(&file_id) {
                 continue;
             }
-            // A damaged record may have the number 0, which no file has. Pieces with this number belong to an unknown
-            // file.
+            // A damaged journal record may have the number 0, which no file has. Pieces with the number 0 are retained
+            // below.
             let Some(valid_id) = FileId::new(file_id) else {
                 continue;
             };
             let pieces = pieces_by_file.remove(&file_id).unwrap_or_default();
-            self.recover_file(valid_id, known, pieces);
+            self.recover_file(valid_id, known_file, pieces);
         }
         for (file_id, pieces) in pieces_by_file {
             let lost_file = LostFile {
@@ -328,23 +333,24 @@ impl<B: Backing> Recovery<'_, B> {
         }
     }
 
-    /// Recovers one file after a crash or restart: its bytes that only the arena has become pending again, to be
-    /// written to the backing. If the file was removed, its bytes are dropped. If it was not found, they are retained
-    /// for the user.
+    /// Recovers the data of one file after a crash or restart. There are three cases:
+    /// * The file was found in the backing: those bytes that only the arena has become pending again.
+    /// * The file was removed: its bytes are dropped.
+    /// * The file was not found: its bytes are retained for the user.
     ///
-    /// `pieces` are all recorded appends of the file.
+    /// `pieces` are all recorded appends of the file. `known` is its state in the journal.
     fn recover_file(&mut self, id: FileId, known: &KnownFile, pieces: Vec<StoredPiece>) {
         let search = self.find_file(known);
-        let finished = match &search {
+        let truncations = match &search {
             FileSearch::Found(inode) => self.finish_truncations(id, known, inode),
-            // Programs have already seen these truncations, so they count as completed.
+            // Programs have already seen these truncations, so they count even if the backing did not make them.
             FileSearch::Removed | FileSearch::Lost(_) => FinishedTruncations {
-                truncations: known.truncating.to_vec(),
+                counted: known.truncating.to_vec(),
                 failure: None,
             },
         };
-        let layers = lay_pieces(&pieces, &drained_ranges_of(known, &finished.truncations));
-        let last_write = self.find_last_write(known, &pieces, &layers);
+        let layers = lay_pieces(&pieces, &drained_ranges_of(known, &truncations.counted));
+        let last_write = self.repair_and_find_last_write(known, &pieces, &layers);
         self.mark_pieces_without_bytes(&pieces, &layers);
         let is_all_drained = layers.extents.is_empty() && known.truncating.is_empty();
         let inode = match search {
@@ -355,13 +361,13 @@ impl<B: Backing> Recovery<'_, B> {
                 }
                 return self.end_file_id(id);
             }
-            // No data of the file is left in the arena, so the loss of its name does not matter.
+            // The arena has no data of the file, so nothing is lost.
             FileSearch::Lost(_) if is_all_drained => return self.end_file_id(id),
             FileSearch::Lost(reason) => {
                 return self.retain_lost_file(describe_lost_file(id, known, reason), layers);
             }
         };
-        if let Some(errno) = finished.failure {
+        if let Some(errno) = truncations.failure {
             let reason = LossReason {
                 is_certain: false,
                 text: format!("its truncation could not be finished: {errno}"),
@@ -369,7 +375,8 @@ impl<B: Backing> Recovery<'_, B> {
             return self.retain_lost_file(describe_lost_file(id, known, reason), layers);
         }
         if is_all_drained && let Some(mtime) = last_write.mtime {
-            // The file's time may not be set yet. If the backing refuses to set it, the time of the drain remains.
+            // The earlier firnd may have died before it set the file's time. If the backing refuses the time, that of
+            // the drain remains.
             let _ = self.set_mtime(&inode, mtime);
         }
         self.restore_pending(id, known, &inode, layers, last_write);
@@ -393,7 +400,7 @@ impl<B: Backing> Recovery<'_, B> {
     }
 
     /// Makes bytes that recovery found in the arena pending again, for a file that was found in the backing. `layers`
-    /// has the newest bytes of each file range. If it is empty, ends the file id, the file's number in the journal.
+    /// has the newest bytes of each file range. If there are none, ends the file id (the file's number in the journal).
     fn restore_pending(
         &mut self,
         id: FileId,
@@ -403,8 +410,9 @@ impl<B: Backing> Recovery<'_, B> {
         last_write: LastWrite,
     ) {
         let file = self.engine.open_files.acquire_file_with(inode, |state| {
-            for (piece, used) in layers.pieces.iter() {
-                self.engine.base.arena.keep_piece(*piece, used.live as u32);
+            for (piece, piece_use) in layers.pieces.iter() {
+                let live_bytes = piece_use.live as u32;
+                self.engine.base.arena.keep_piece(*piece, live_bytes);
             }
             let drained_ranges = known.drained_ranges.len() as u32;
             state.pending = Pending::recovered(id, layers, drained_ranges, last_write);
@@ -412,6 +420,7 @@ impl<B: Backing> Recovery<'_, B> {
             // Handles that survived the restart remain open, so the journal must record the file as open.
             self.engine.base.journal.update_ending(state);
         });
+        // A cut file is incomplete: a writer was killed, or firnd died while a writer had the file open.
         inode.record_cut(file.lock().opens.is_cut());
         self.engine.open_files.remember_cut_inode(inode);
         let bytes = {
@@ -436,10 +445,11 @@ impl<B: Backing> Recovery<'_, B> {
     }
 
     /// Returns the time of the last write of a file, from the records of its pieces (recorded appends) and the journal.
-    /// A time in the future counts as now: its record is damaged, or the clock was set back since.
     ///
-    /// Afterwards the record of a piece that remains has this time, so that the next recovery finds it too.
-    fn find_last_write(
+    /// Also repairs the records. A time in the future is replaced by the present time: the record is damaged, or the
+    /// clock was set back since. A piece that remains gets the time of the last write, so that the next recovery finds
+    /// it there.
+    fn repair_and_find_last_write(
         &self,
         known: &KnownFile,
         pieces: &[StoredPiece],
@@ -457,20 +467,19 @@ impl<B: Backing> Recovery<'_, B> {
             let modified_ns = if is_in_future { now_ns } else { piece.modified };
             recorded_ns = recorded_ns.max(modified_ns);
         }
-        // A remaining piece gets the time before the caller marks other pieces dead, because the time may be in only
-        // one of the other pieces.
+        // The caller marks the other pieces as dead only after this, because only one of them may have the time.
         if let Some((remaining_piece, _)) = layers.pieces.iter().next() {
             arena.set_modified(*remaining_piece, recorded_ns);
         }
         match known.modified_at.as_deref() {
-            // A program set the time after the last write, so the time that it set counts.
-            Some(set) if recorded_ns <= set.written => LastWrite {
-                mtime: Some(Time {
-                    sec: set.time.0,
-                    nsec: set.time.1,
-                }),
-                recorded_ns: set.written,
-            },
+            // A program set the time after the last write (`written` is the time of the last write at that moment).
+            Some(set) if recorded_ns <= set.written => {
+                let (sec, nsec) = set.time;
+                LastWrite {
+                    mtime: Some(Time { sec, nsec }),
+                    recorded_ns: set.written,
+                }
+            }
             _ if recorded_ns > 0 => LastWrite {
                 mtime: Some(Time::from_ns(recorded_ns)),
                 recorded_ns,
@@ -484,8 +493,7 @@ impl<B: Backing> Recovery<'_, B> {
     }
 
     /// Completes the truncations of a file that were begun in the backing, and ends them in the journal. A truncation
-    /// that never began in the backing did not change the file, so it is not returned. After a failure the caller
-    /// retains the file's data, and the next recovery tries again.
+    /// that never began in the backing did not change the file, so it does not count.
     fn finish_truncations(
         &self,
         id: FileId,
@@ -493,7 +501,7 @@ impl<B: Backing> Recovery<'_, B> {
         inode: &Arc<Inode<B>>,
     ) -> FinishedTruncations {
         let mut finished = FinishedTruncations {
-            truncations: Vec::new(),
+            counted: Vec::new(),
             failure: None,
         };
         for &(sequence, size) in known.truncating.iter() {
@@ -506,12 +514,12 @@ impl<B: Backing> Recovery<'_, B> {
                         done: was_begun,
                     });
                     if was_begun {
-                        finished.truncations.push((sequence, size));
+                        finished.counted.push((sequence, size));
                     }
                 }
                 Err(errno) => {
-                    // The next recovery tries the truncation again.
-                    finished.truncations.push((sequence, size));
+                    // The caller retains the data, and the next recovery tries the truncation again.
+                    finished.counted.push((sequence, size));
                     finished.failure = Some(errno);
                 }
             }
@@ -561,11 +569,12 @@ impl<B: Backing> Recovery<'_, B> {
             is_certain: true,
             text: "it has no name".into(),
         };
+        // Of several reasons the last one is reported, but "no file" does not replace "another file".
         let mut is_replaced = false;
         for (path, _) in &known.paths {
             match self.engine.tree.inode_at(path) {
-                // The search continues after a match, so that all names are known. Otherwise the removal of one name
-                // could count as the removal of the last name.
+                // The search continues after a match, because `inode_at` also records the name. If a name were not
+                // recorded, the removal of another one could count as the removal of the last name.
                 Ok(inode) if is_same_object(known, &inode) => found_inode = Some(inode),
                 Ok(_) => {
                     is_replaced = true;
@@ -628,6 +637,8 @@ fn lay_pieces(stored: &[StoredPiece], drained_ranges: &[DrainedRange]) -> PieceL
     let mut oldest_first: Vec<&StoredPiece> = stored.iter().collect();
     oldest_first.sort_by_key(|stored| stored.piece.sequence);
     let mut extents = Extents::default();
+    // The bytes that a newer piece replaces need no action, because no piece counts as used yet.
+    let ignore_replaced_bytes = &mut |_, _| {};
     for StoredPiece { record, piece, .. } in oldest_first {
         let extent = Extent {
             len: u64::from(piece.len),
@@ -635,21 +646,21 @@ fn lay_pieces(stored: &[StoredPiece], drained_ranges: &[DrainedRange]) -> PieceL
             position: piece.position,
             sequence: piece.sequence,
         };
-        extents.insert(piece.offset, extent, &mut |_, _| {});
+        extents.insert(piece.offset, extent, ignore_replaced_bytes);
     }
     for drained in drained_ranges {
         let range = drained.offset..drained.offset.saturating_add(drained.len);
         extents.remove(range, &mut |_, extent| extent.sequence <= drained.sequence);
     }
+    // First the live bytes of each piece are counted, from the extents. Then its length is added, from its record.
     let mut pieces: SmallMap<PieceRef, PieceUse> = SmallMap::default();
     for (_, extent) in extents.iter() {
-        let live = pieces.get(&extent.piece).map_or(0, |used| used.live) + extent.len;
-        // The length follows below, from the record of the piece.
+        let live = pieces.get(&extent.piece).map_or(0, |known| known.live) + extent.len;
         pieces.insert(extent.piece, PieceUse { len: 0, live });
     }
     for stored in stored {
-        if let Some(used) = pieces.get_mut(&stored.record) {
-            used.len = u64::from(stored.piece.len);
+        if let Some(piece_use) = pieces.get_mut(&stored.record) {
+            piece_use.len = u64::from(stored.piece.len);
         }
     }
     PieceLayers { extents, pieces }

@@ -30,6 +30,9 @@ use crate::namespace::Namespace;
 use crate::privileges::MODE_BITS;
 use crate::{Entry, InodeId, Result};
 
+/// User number of a caller that is not known.
+const UNKNOWN_UID: u32 = u32::MAX;
+
 /// An object that a request may have made already.
 #[derive(Clone, Copy, Debug)]
 pub struct CreatedObject<'a> {
@@ -91,7 +94,7 @@ impl<B: Backing> Namespace<B> {
     ) -> Option<Entry> {
         let entry = self.lookup(wanted.parent, wanted.name).ok()?;
         if self.is_from_request(&entry, wanted, creation) {
-            self.finish_owner(&entry, creation);
+            self.finish_owner_and_mode(&entry, creation);
             return Some(entry);
         }
         // The kernel does not get this object, so the lookup does not count.
@@ -118,13 +121,15 @@ impl<B: Backing> Namespace<B> {
         target.is_ok_and(|target| target == requested_target.as_encoded_bytes())
     }
 
-    /// Sets owner and mode of an object, because the earlier firnd may have died after it made the object and before it
-    /// set these. An error is only logged.
-    fn finish_owner(&self, entry: &Entry, creation: Creation<'_>) {
+    /// Sets owner and mode of an object that an earlier firnd made, because it may have died before it set them. An
+    /// error is only logged.
+    fn finish_owner_and_mode(&self, entry: &Entry, creation: Creation<'_>) {
         let caller = creation.caller;
+        // Only root can set the owner of an object. Any other firnd makes all objects for its own user.
         let is_root = rustix::process::geteuid().is_root();
-        let is_caller_unknown = caller.uid == u32::MAX;
-        if !is_root || is_caller_unknown || entry.attr.uid == caller.uid {
+        let is_caller_known = caller.uid != UNKNOWN_UID;
+        let has_owner = entry.attr.uid == caller.uid;
+        if !is_root || !is_caller_known || has_owner {
             return;
         }
         let Ok(object) = self.tree.object_of(entry.inode) else {
@@ -226,25 +231,28 @@ impl<B: Backing> Namespace<B> {
             return false;
         };
         let target_object = request.other;
-        let has_old_name_changed = match target_object {
+        let is_old_name_as_after_rename = match target_object {
+            // After an exchange, the old name leads to the object that the new name had.
             Some(target) if is_exchange => self.leads_to_object(from.dir, from.name, &target),
+            // After any other rename, the old name does not lead to the moved object.
             _ => !self.leads_to_object(from.dir, from.name, &moved_object),
         };
         // A rename between two names of one object changes nothing, so it may be repeated.
         let is_one_object =
             target_object.is_some_and(|target| is_same_object(&moved_object, &target));
         !is_one_object
-            && has_old_name_changed
+            && is_old_name_as_after_rename
             && self.leads_to_object(to.dir, to.name, &moved_object)
     }
 
-    /// Updates the tables of names after a rename in the backing that an earlier firnd made. The tables may have the
-    /// inode under either name.
+    /// Updates the tables of names after a rename in the backing that an earlier firnd made. The tables may still have
+    /// the moved inode under its old name, or already under the new one, because recovery has found it there.
     fn record_earlier_rename(&self, from: DirName<'_, B>, to: DirName<'_, B>, is_exchange: bool) {
         let names = &self.tree.names;
         let moved = names.child(from.dir.id, from.name);
         let target = names.child(to.dir.id, to.name);
-        // Recovery may already have found the inode under the new name.
+        // The inode that the tables have under the new name is the moved one if that name leads to it in the backing.
+        // Otherwise it is the replaced one.
         let is_under_new_name = moved.is_none()
             || target
                 .as_ref()

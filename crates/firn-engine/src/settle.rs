@@ -1,15 +1,16 @@
-//! Settling: large closed files are copied into memory files, where their bytes lie in order and the kernel can read
-//! them. A *memory file* is a file in memory with all bytes of one large file.
+//! Copies of large closed files into memory files, from which the kernel can read them. A *memory file* is a file in
+//! memory with all bytes of one large file, in their order. To *settle* a file is to copy it there.
 //!
 //! A thread calls [`Room::settle_step`](crate::Room::settle_step) until it is idle; each call copies one *chunk*, the
-//! unit of the arena (the shared memory for written data). A settled chunk is a *piece* of the arena like any other (a
-//! recorded append of bytes), but lies in a memory file. The new piece is published first, and then the older pieces
-//! die. After a crash in between, new and old pieces exist with the same bytes, and the new piece counts.
+//! unit of the arena (the shared memory for written data). The copy of pending bytes is a new *piece* (a recorded
+//! append of bytes), which lies in the memory file. It is published before the older pieces are marked as dead. After a
+//! crash in between, new and old pieces have the same bytes, and recovery uses the new one.
 //!
 //! Promises
 //! * A file is settled only while it has no writer and no drain, no program waits for it, and no list of its chunks
 //!   is held.
-//! * Settling needs one chunk of memory in addition to the file, and leaves the last free slots to writers.
+//! * Settling needs one chunk of memory in addition to the file. A part of the slots (the places for one chunk in
+//!   memory) remains free for writers.
 //! * Settling does not change the file's bytes, times and count of changes.
 
 mod step;
@@ -25,7 +26,8 @@ use firn_backing::lock::{Mutex, RwLock};
 
 use crate::extents::Extent;
 use crate::file::{File, FileState};
-use crate::space::EvictionQueue;
+use crate::space::UniqueQueue;
+use crate::spill::Waker;
 
 /// Result of a call of [`Room::settle_step`](crate::Room::settle_step).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,13 +41,10 @@ pub enum SettleStep {
     },
 }
 
-/// Callback that wakes the settling thread, because there may be a file to settle.
-pub(crate) type Waker = Arc<dyn Fn() + Send + Sync>;
-
 /// The files to settle, and the file that is being settled.
 pub(crate) struct Settle<B: Backing> {
     /// Files that may be settled. Each file is in the queue at most once.
-    waiting: EvictionQueue<File<B>>,
+    waiting: UniqueQueue<File<B>>,
     /// The file being settled, between two steps.
     task: Mutex<Option<SettleTask<B>>>,
     waker: RwLock<Option<Waker>>,
@@ -56,7 +55,7 @@ pub(crate) struct Settle<B: Backing> {
 impl<B: Backing> Default for Settle<B> {
     fn default() -> Self {
         Self {
-            waiting: EvictionQueue::default(),
+            waiting: UniqueQueue::default(),
             task: Mutex::default(),
             waker: RwLock::default(),
             settled_bytes: AtomicU64::new(0),
@@ -103,7 +102,7 @@ struct ChunkSource {
 impl<B: Backing> FileState<B> {
     /// Returns whether the file may be copied to a memory file now: it has no writer, no client with direct access and
     /// no drain under way or requested, and no reader relies on the present places of its bytes.
-    fn can_be_settled(&self) -> bool {
+    fn can_be_copied(&self) -> bool {
         let has_drain_request = self.drain.has_waiters()
             || self
                 .pending

@@ -1,11 +1,11 @@
-//! Files that programs of several hosts use in turn, by locks of the file.
+//! Files that programs of several hosts share under file locks.
 //!
-//! A lock is only useful if its holder sees all writes of the last holder on another host. So a host that gets a lock
-//! calls [`Engine::read_published_changes`], and a host calls [`Engine::publish_writes`] before it releases a lock.
+//! The holder of a lock must see all writes of the last holder, which may be on another host. So a host that gets a
+//! lock calls [`Engine::read_published_changes`], and a host calls [`Engine::publish_writes`] before it releases a
+//! lock.
 //!
 //! Promise: bytes that are appended here are in the backing (the directory that all hosts share) when the append
-//! returns. If they were only in memory, a host that died could write them after its restart, over bytes that other
-//! hosts have appended meanwhile.
+//! returns. Otherwise a host that dies would write them only after its restart, and so over newer bytes of other hosts.
 
 use std::io::IoSlice;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ pub struct SharedAppend<'a> {
     pub data: &'a [u8],
     /// The file does not grow beyond this length.
     pub size_max: u64,
-    /// The process that appends, if its privileges matter.
+    /// The process that appends; its writes remove set-id bits and capabilities of the file. `None`: they remain.
     pub by: Option<&'a dyn Principal>,
     /// Offset at which an earlier firnd may have written the bytes. The bytes are written there again. `None`: the
     /// bytes are written at the end.
@@ -39,25 +39,25 @@ impl<B: Backing> Engine<B> {
         let handle = self.open_files.handle(handle_id)?;
         let file = &handle.file;
         self.open_files
-            .with_descriptor(|| self.open_backing(file, handle.writable))?;
-        self.room.check_cache(file)
+            .with_descriptor(|| self.open_backing_file(file, handle.writable))?;
+        self.room.evict_if_backing_changed(file)
     }
 
     /// Makes the drained writes of this host to a file visible to hosts that catch up from now on.
     pub fn publish_writes(&self, handle_id: HandleId) -> Result<()> {
         let handle = self.open_files.handle(handle_id)?;
+        let data_only = true;
         self.open_files
-            .with_descriptor(|| self.durability.sync_data(&handle.file, true))?;
+            .with_descriptor(|| self.durability.sync_data(&handle.file, data_only))?;
         self.kernel_cache.drop_kernel_attributes(&handle.file);
         Ok(())
     }
 
-    /// Appends bytes to a file in the backing, while no other host appends to it, and makes them visible to other
-    /// hosts. Returns their position and number.
+    /// Appends bytes to a file in the backing, and makes them visible to other hosts. Returns their position and
+    /// number. The caller holds the lock of the file's end, so no other host appends meanwhile.
     ///
-    /// The caller holds the lock of the file's end. Only as many bytes are written as fit into a file of `size_max`
-    /// bytes. Fails with EFBIG if no byte fits. Also fails with the error of an earlier drain, if no program has got
-    /// that error yet.
+    /// Only as many bytes are written as fit into a file of `size_max` bytes. Fails with EFBIG if no byte fits. If an
+    /// earlier drain failed, and no program has got its error yet, fails with that error.
     pub fn append_known(&self, handle_id: HandleId, append: SharedAppend<'_>) -> Result<Appended> {
         let handle = self.open_files.handle(handle_id)?;
         let file = &handle.file;
@@ -116,7 +116,8 @@ impl<B: Backing> Engine<B> {
         // If firnd dies during the write, the next firnd writes the bytes at this offset again.
         (append.note_offset)(offset);
         self.write_all_to_backing(target, data, offset)?;
-        self.base.backing.sync(target, true)?;
+        let data_only = true;
+        self.base.backing.sync(target, data_only)?;
         let len = data.len() as u64;
         Ok(Appended { offset, len })
     }

@@ -1,4 +1,4 @@
-//! Space in the arena (the shared memory for written data): writers that wait, and memory that can be freed for them.
+//! Space in the arena (the shared memory for written data): writers that wait for it, and what can be freed for them.
 //!
 //! Terms: a *lease* is the right to fill one slab (a part of the arena). *Cached* bytes are in the arena and in the
 //! backing, so they can be evicted.
@@ -6,9 +6,6 @@
 //! Promises
 //! * A waiting writer is called back when there may be space, or with an error when no space can be made.
 //! * No callback is called with a lock held.
-//!
-//! Invariant: `waiting` is the number of callbacks that were added and not yet taken. It is larger only while a
-//! callback is being added or taken.
 
 mod reclaim;
 
@@ -39,8 +36,8 @@ pub(crate) struct Space<B: Backing> {
     pub waiters: SpaceWaiters,
     /// Leases of closed handles, which the next writers of small files use.
     pub parked: ParkedLeases,
-    /// Files with cached bytes.
-    pub evictable: EvictionQueue<File<B>>,
+    /// Files with cached bytes, in the order in which they were drained.
+    pub evictable: UniqueQueue<File<B>>,
 }
 
 impl<B: Backing> Default for Space<B> {
@@ -48,7 +45,7 @@ impl<B: Backing> Default for Space<B> {
         Self {
             waiters: SpaceWaiters::default(),
             parked: ParkedLeases::default(),
-            evictable: EvictionQueue::default(),
+            evictable: UniqueQueue::default(),
         }
     }
 }
@@ -110,7 +107,8 @@ pub(crate) type LeaseSlot<'a> = MutexGuard<'a, Option<Lease>>;
 pub(crate) struct SpaceWaiters {
     /// Callbacks of the waiting writers.
     callbacks: Mutex<Vec<Done>>,
-    /// Number of the callbacks, for reads without their lock.
+    /// Number of the callbacks, for reads without their lock. While a callback is being added or taken, this number may
+    /// be larger than that of `callbacks`.
     waiting: AtomicU64,
     /// Whether space was freed since the last call of [`SpaceWaiters::take_freed`].
     freed: Arc<AtomicBool>,
@@ -201,12 +199,12 @@ impl ParkedLeases {
     }
 }
 
-/// Files with cached bytes, in the order in which they were drained. Each file is in the queue at most once.
-pub(crate) struct EvictionQueue<T> {
+/// A queue of files, first in, first out. Each file is in the queue at most once.
+pub(crate) struct UniqueQueue<T> {
     files: Mutex<VecDeque<Weak<T>>>,
 }
 
-impl<T> Default for EvictionQueue<T> {
+impl<T> Default for UniqueQueue<T> {
     fn default() -> Self {
         Self {
             files: Mutex::new(VecDeque::new()),
@@ -214,7 +212,7 @@ impl<T> Default for EvictionQueue<T> {
     }
 }
 
-impl<T> EvictionQueue<T> {
+impl<T> UniqueQueue<T> {
     /// Adds a file at the end of the queue, unless it is in the queue already.
     pub(crate) fn add(&self, file: &Arc<T>) {
         let mut files = self.files.lock();
@@ -268,7 +266,7 @@ mod tests {
 
     #[test]
     fn files_are_evicted_in_the_order_in_which_they_were_added_each_once() {
-        let queue = EvictionQueue::default();
+        let queue = UniqueQueue::default();
         let one = Arc::new(1);
         let two = Arc::new(2);
         queue.add(&one);

@@ -32,7 +32,7 @@ impl SpillStep {
     const IDLE: Self = Self::Idle { retry: None };
 }
 
-/// Callback that wakes the spilling thread, because there may be a chunk to spill.
+/// Callback that wakes the thread that moves chunks, because there may be work for it.
 pub(crate) type Waker = Arc<dyn Fn() + Send + Sync>;
 
 /// State of the spilling: whether chunks move now, and the last failure of the disk.
@@ -84,27 +84,27 @@ impl Spill {
         self.state.lock().failure.is_some()
     }
 
-    /// Decides whether a chunk (a unit of the arena's memory) must move to the disk now. A slot is the place of one
-    /// chunk in memory: `used` slots are in use, and `upper` and `lower` are the thresholds.
-    ///
-    /// If no chunk must move, returns the result of the step as `Err`.
-    fn begin_step(&self, used: u32, upper: u32, lower: u32) -> Result<(), SpillStep> {
+    /// Returns the result of a step in which no chunk (a unit of the arena's memory) moves to the disk. Returns `None`
+    /// if a chunk must move now. `used` chunks are in memory; above `upper` moves begin, and at `lower` they end.
+    fn step_without_move(&self, used: u32, upper: u32, lower: u32) -> Option<SpillStep> {
         let mut state = self.state.lock();
-        // Moving begins above the upper threshold, and ends at the lower one.
-        state.active |= used > upper;
-        state.active &= used > lower;
+        if used <= lower {
+            state.active = false;
+        } else if used > upper {
+            state.active = true;
+        }
         if !state.active {
-            return Err(SpillStep::IDLE);
+            return Some(SpillStep::IDLE);
         }
         if let Some(failure) = &state.failure {
             let time_left = failure.time_left();
             if !time_left.is_zero() {
-                return Err(SpillStep::Idle {
+                return Some(SpillStep::Idle {
                     retry: Some(time_left),
                 });
             }
         }
-        Ok(())
+        None
     }
 
     /// Records that a chunk moved, so that the disk works.
@@ -142,11 +142,11 @@ mod tests {
     #[test]
     fn chunks_move_from_the_upper_threshold_down_to_the_lower_one() {
         let spill = Spill::default();
-        assert_eq!(spill.begin_step(7, 8, 4), Err(SpillStep::IDLE));
-        assert_eq!(spill.begin_step(9, 8, 4), Ok(()));
-        assert_eq!(spill.begin_step(5, 8, 4), Ok(()));
-        assert_eq!(spill.begin_step(4, 8, 4), Err(SpillStep::IDLE));
-        assert_eq!(spill.begin_step(5, 8, 4), Err(SpillStep::IDLE));
+        assert_eq!(spill.step_without_move(7, 8, 4), Some(SpillStep::IDLE));
+        assert_eq!(spill.step_without_move(9, 8, 4), None);
+        assert_eq!(spill.step_without_move(5, 8, 4), None);
+        assert_eq!(spill.step_without_move(4, 8, 4), Some(SpillStep::IDLE));
+        assert_eq!(spill.step_without_move(5, 8, 4), Some(SpillStep::IDLE));
     }
 
     #[test]
@@ -156,14 +156,14 @@ mod tests {
         assert_eq!(first_retry.failure_count, 1);
         assert!(spill.has_failed());
         assert!(matches!(
-            spill.begin_step(9, 8, 4),
-            Err(SpillStep::Idle { retry: Some(_) })
+            spill.step_without_move(9, 8, 4),
+            Some(SpillStep::Idle { retry: Some(_) })
         ));
         let second_retry = spill.record_failure();
         assert_eq!(second_retry.failure_count, 2);
         assert!(second_retry.wait > first_retry.wait);
         spill.record_success();
         assert!(!spill.has_failed());
-        assert_eq!(spill.begin_step(9, 8, 4), Ok(()));
+        assert_eq!(spill.step_without_move(9, 8, 4), None);
     }
 }

@@ -21,19 +21,19 @@ impl<B: Backing> Engine<B> {
     /// Handles close(2) of one descriptor. Calls `done` when the file is drained (all its bytes are in the backing), or
     /// with the error when an attempt failed.
     ///
-    /// The call does not wait if the policy is *held*, if nothing is pending, or if no name leads to the file.
+    /// The call does not wait if nothing is pending, or if no name leads to the file. With the policy *held*, data may
+    /// remain in memory after close(2), so the call never waits.
     pub fn flush(&self, handle_id: HandleId, closing: Closing, done: Done) {
         let handle = match self.open_files.handle(handle_id) {
             Ok(handle) => handle,
             Err(errno) => return done(Err(errno)),
         };
-        // The last close counts: if a process closes the file after other processes were killed, the file is complete.
-        // A close by a killed process is not recorded here: `record_killed_closer` has recorded it earlier, and other
-        // processes may have closed the file since.
+        // A normal close clears the mark of an earlier close by a killed process: the last close decides whether the
+        // file is complete. The mark itself was set before this call, by `record_killed_closer`.
         if closing != Closing::Killed {
-            handle.was_closed_by_killed.store(false, Ordering::Release);
+            handle.was_closed_by_kill.store(false, Ordering::Release);
         }
-        match self.close_result_without_wait(&handle.file) {
+        match self.revoke_grant_and_try_close(&handle.file) {
             Some(result) => done(result),
             None => {
                 let done = self.time_close(done);
@@ -43,12 +43,11 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Ends the grant (a client's right to write the file directly) at a close of a descriptor of the file. Returns the
-    /// result of the close, or `None` if the close must wait until the pending bytes are in the backing.
-    fn close_result_without_wait(&self, file: &Arc<File<B>>) -> Option<Result<()>> {
+    /// result of close(2), or `None` if the close must wait until the pending bytes are in the backing.
+    fn revoke_grant_and_try_close(&self, file: &Arc<File<B>>) -> Option<Result<()>> {
         let mut state = file.lock();
-        // The grant ends here and not at the release, which the kernel sends some time after close(2) returned. By
-        // then, the process may use the descriptor's number for another file, and a client that has not noticed the
-        // close would write to the wrong one.
+        // The grant must end before close(2) returns. After that, the process may get the same descriptor number for
+        // another file. A client library that has not noticed the close would then write to the wrong file.
         self.intake.revoke_grant(file, &mut state);
         let must_wait = self.base.options.close != ClosePolicy::Held
             && !state.unlinked
@@ -88,7 +87,7 @@ impl<B: Backing> Engine<B> {
     /// [`Engine::flush`].
     pub fn record_killed_closer(&self, handle_id: HandleId) {
         if let Ok(handle) = self.open_files.handle(handle_id) {
-            handle.was_closed_by_killed.store(true, Ordering::Release);
+            handle.was_closed_by_kill.store(true, Ordering::Release);
         }
     }
 
@@ -101,14 +100,13 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Returns whether the backing has further work for the file after this close(2). If so, the thread that answers
-    /// must call [`Engine::finish_file`] after [`Engine::flush`] is done.
+    /// Records that a writer closes a file, and returns whether the backing must finish the file now, for example copy
+    /// its logs into the plain file. If so, the thread that answers must call [`Engine::finish_file`] after
+    /// [`Engine::flush`] is done.
     ///
-    /// There is no such work while other writers have the file open, or if the closing process is not the opener. Such
-    /// work is, for example, to copy the logs of the file into the plain file.
-    ///
-    /// The call also counts the handle among the closing writers, once. So of several writers that close at the same
-    /// time, the last one finds the work.
+    /// Only the close by the process that opened the handle counts. The file is finished at the close of its last
+    /// writer: each handle is counted as closing once, so of several writers that close at once, the last one gets
+    /// true.
     pub fn finishes_file(&self, handle_id: HandleId, is_opener: &dyn Fn(u32) -> bool) -> bool {
         if !self.base.backing.features().finishes_files
             || self.base.options.close == ClosePolicy::Held
@@ -122,7 +120,7 @@ impl<B: Backing> Engine<B> {
             return false;
         }
         let mut state = handle.file.lock();
-        // A second call for the same handle does not count it again.
+        // A handle may be closed several times, by several descriptors, and is counted once.
         if !handle.has_closed_descriptor.swap(true, Ordering::AcqRel) {
             state.opens.begin_closing();
         }

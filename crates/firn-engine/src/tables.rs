@@ -101,7 +101,7 @@ pub(crate) struct Handle<B: Backing> {
     /// Number of bytes written through the handle, which decides the size class of its next slab.
     pub written_bytes: AtomicU64,
     /// Whether the last close of a descriptor of the handle was caused by a signal that killed a process.
-    pub was_closed_by_killed: AtomicBool,
+    pub was_closed_by_kill: AtomicBool,
     /// Whether a descriptor of the handle was closed ([`Engine::finishes_file`](crate::Engine::finishes_file)).
     pub has_closed_descriptor: AtomicBool,
     /// Thread that opened the file, on backings that finish files; 0 if it is not known.
@@ -111,6 +111,29 @@ pub(crate) struct Handle<B: Backing> {
 }
 
 impl<B: Backing> Handle<B> {
+    /// Makes a handle without a lease, through which nothing was written yet.
+    pub(crate) fn new(
+        id: HandleId,
+        file: Arc<File<B>>,
+        readable: bool,
+        writable: bool,
+        mode: OpenMode,
+    ) -> Self {
+        Self {
+            id,
+            file,
+            readable,
+            writable,
+            lease: Mutex::new(None),
+            written_bytes: AtomicU64::new(0),
+            was_closed_by_kill: AtomicBool::new(false),
+            has_closed_descriptor: AtomicBool::new(false),
+            opener: AtomicU32::new(0),
+            is_mapped: AtomicBool::new(false),
+            mode: Mutex::new(mode),
+        }
+    }
+
     /// Records that the process maps the view of the file. Returns false if that was already recorded.
     pub(crate) fn record_mapping(&self, state: &mut FileState<B>) -> bool {
         let is_first = !self.is_mapped.swap(true, Ordering::AcqRel);

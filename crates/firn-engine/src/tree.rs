@@ -1,5 +1,5 @@
 //! The tree of names: inodes, their objects in the backing (the directory that the mount serves), paths below the
-//! mount, and claims that a path stays or is about to change.
+//! mount, and claims on paths. A *claim* says that a thread relies on a path, or is about to change it.
 //!
 //! This part uses only names and the backing. Open files and pending data belong to parts above it
 //! ([`Namespace`](crate::Namespace)).
@@ -21,9 +21,9 @@ use crate::{Cached, InodeId, Result};
 /// The extended attribute with the capabilities of a file.
 pub(crate) const CAPABILITIES: &str = "security.capability";
 
-/// Contents of a file in the backing that a sync covers.
+/// State of a file in the backing when a sync of it begins. The sync covers these contents.
 #[derive(Clone, Copy)]
-pub(crate) struct SyncCoverage {
+pub(crate) struct SyncSnapshot {
     pub fingerprint: Fingerprint,
     /// Length of the file in bytes.
     pub bytes: u64,
@@ -33,10 +33,11 @@ pub(crate) struct SyncCoverage {
 pub struct NameTree<B: Backing> {
     /// Data that all parts share: the backing, the arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
+    /// The tables of inodes.
     pub(crate) names: Names<B>,
     /// Claims on paths. A thread claims that a path does not change while it writes the path to the journal; a rename
     /// claims to change its paths.
-    pub(crate) paths: PathClaims,
+    pub(crate) claims: PathClaims,
 }
 
 impl<B: Backing> NameTree<B> {
@@ -44,12 +45,13 @@ impl<B: Backing> NameTree<B> {
         Self {
             base: Arc::clone(base),
             names,
-            paths: PathClaims::default(),
+            claims: PathClaims::default(),
         }
     }
 
-    /// Returns a path of an inode, or of a name in it, for messages; `(inode N)` if the inode is not known.
-    pub fn shown_path(&self, inode_id: InodeId, name: Option<&std::ffi::OsStr>) -> String {
+    /// Returns a path of an inode for messages, or of `name` in it if the inode is a directory. An unknown inode is
+    /// shown as `(inode N)`.
+    pub fn shown_path(&self, inode_id: InodeId, name: Option<&OsStr>) -> String {
         let mut path = match self.names.get(inode_id) {
             Some(inode) => inode.paths().into_iter().next().unwrap_or_default(),
             None => format!("(inode {})", inode_id.0).into_bytes(),
@@ -91,13 +93,13 @@ impl<B: Backing> NameTree<B> {
 
     /// Returns the present fingerprint of a file's content in the backing.
     pub(crate) fn fingerprint(&self, inode: &Inode<B>) -> Result<Fingerprint> {
-        Ok(self.covered_by_sync(inode)?.fingerprint)
+        Ok(self.take_sync_snapshot(inode)?.fingerprint)
     }
 
-    /// Returns the contents that a sync which begins now covers.
-    pub(crate) fn covered_by_sync(&self, inode: &Inode<B>) -> Result<SyncCoverage> {
+    /// Returns the state of the file in the backing, which a sync that begins now covers.
+    pub(crate) fn take_sync_snapshot(&self, inode: &Inode<B>) -> Result<SyncSnapshot> {
         let attr = self.base.backing.attr(&self.object(inode)?)?;
-        Ok(SyncCoverage {
+        Ok(SyncSnapshot {
             fingerprint: Fingerprint::from_attr(&attr),
             bytes: attr.size,
         })
@@ -123,7 +125,7 @@ impl<B: Backing> NameTree<B> {
     }
 
     pub(crate) fn inode_in_dir(&self, dir: &Arc<Inode<B>>, name: &[u8]) -> Result<Arc<Inode<B>>> {
-        let name = std::ffi::OsStr::from_bytes(name);
+        let name = OsStr::from_bytes(name);
         let (object, attr) = self.base.backing.lookup(&self.object(dir)?, name)?;
         Ok(self.names.register(object, &attr, dir, name, 0))
     }
@@ -144,7 +146,7 @@ impl<B: Backing> NameTree<B> {
     /// Prevents renames of `path` and of the directories above it until the guard is dropped.
     pub fn prevent_renames_of(&self, path: &[u8]) -> impl Drop + '_ {
         let path = path.to_vec();
-        self.paths.claim_unchanged(move || vec![path.clone()])
+        self.claims.claim_unchanged(move || vec![path.clone()])
     }
 
     /// Returns whether an inode may be at or below `path`. An unknown inode, or one without a name, may be anywhere.

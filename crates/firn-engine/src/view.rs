@@ -222,9 +222,8 @@ impl<B: Backing> Engine<B> {
         Ok(())
     }
 
-    /// Returns the bytes that programs have stored to their mappings in the range `window` of a file. There the view
-    /// (the memory file that the programs map) differs from the file. Bytes that are newest in the view itself never
-    /// differ.
+    /// Returns the bytes that programs have stored to their mappings in the range `window` of a file. These are the
+    /// bytes in which the view (the memory file that the programs map) differs from the file.
     ///
     /// No drain (write of pending bytes to the backing) runs meanwhile. A drain could read a page before a store to it,
     /// and mark the page clean after this comparison.
@@ -235,7 +234,7 @@ impl<B: Backing> Engine<B> {
         window: Range<u64>,
     ) -> Result<Vec<MappingStore>> {
         let mut state = file.acquire_exclusive_use();
-        let stores = state.unlocked(|| {
+        let result = state.unlocked(|| {
             let mut stores = Vec::new();
             for offset in window.clone().step_by(COMPARE_BYTES) {
                 let len = (window.end - offset).min(COMPARE_BYTES as u64);
@@ -246,7 +245,7 @@ impl<B: Backing> Engine<B> {
         file.release_exclusive_use(&mut state);
         // A drain may have been refused during the exclusive use.
         self.drainer.drain.enqueue(file, &mut state);
-        stores
+        result
     }
 
     /// Writes one store to the file, and waits for space if the arena is full.

@@ -9,7 +9,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use firn_arena::Lease;
+use firn_arena::{Lease, NewPiece};
 use firn_backing::{Backing, Errno, Resize};
 use firn_format::append::Room as Reserved;
 
@@ -77,14 +77,11 @@ impl<B: Backing> Writes<B> {
         }
     }
 
-    /// Does the steps of a write before the append: removes set-id bits and capabilities of the file, and carries out a
-    /// write that needs no new space in the arena. Returns whether the bytes must still be appended.
+    /// Does the steps of a write before the append: removes set-id bits and capabilities of the file, and overwrites
+    /// bytes in place or writes to the backing if that is possible. Returns whether the bytes must still be appended.
     ///
     /// Fails with the error of an earlier drain if no program has got that error yet. Fails with EINTR, without a
     /// write, if the process was killed during a call of the backing.
-    ///
-    /// In the usual case, an append to a file that has a file id (its number in the arena) and no privileges, the
-    /// file's lock is taken only once.
     pub(crate) fn begin_write(
         &self,
         file: &Arc<File<B>>,
@@ -92,19 +89,10 @@ impl<B: Backing> Writes<B> {
         data: &[u8],
         principal: Option<&dyn Principal>,
     ) -> Result<WriteStart> {
-        let end = offset + data.len() as u64;
-        {
-            let mut state = file.lock();
-            if let Some(errno) = state.drain.take_unreported_failure() {
-                return Err(errno);
-            }
-            let has_no_privileges =
-                principal.is_none() || state.unprivileged_epoch == self.privileges.epoch();
-            let file_id = state.pending.file_id();
-            if has_no_privileges && file_id.is_some() && end <= SIZE_CHECKED_ABOVE {
-                return Ok(self.overwrite_or_append(file, &mut state, offset, data));
-            }
+        if let Some(start) = self.try_begin_without_backing(file, offset, data, principal)? {
+            return Ok(start);
         }
+        let end = offset + data.len() as u64;
         if let Some(principal) = principal {
             self.privilege_rules.drop_privileges_of(file, principal)?;
         }
@@ -127,6 +115,33 @@ impl<B: Backing> Writes<B> {
         Ok(self.overwrite_or_append(file, &mut file.lock(), offset, data))
     }
 
+    /// Begins a write in the usual case, in which the file's lock is taken only once: the file has a file id (its
+    /// number in the arena), and no privileges that this write must remove. Returns `None` in any other case.
+    ///
+    /// Fails with the error of an earlier drain if no program has got that error yet.
+    fn try_begin_without_backing(
+        &self,
+        file: &Arc<File<B>>,
+        offset: u64,
+        data: &[u8],
+        principal: Option<&dyn Principal>,
+    ) -> Result<Option<WriteStart>> {
+        let end = offset + data.len() as u64;
+        let mut state = file.lock();
+        if let Some(errno) = state.drain.take_unreported_failure() {
+            return Err(errno);
+        }
+        let needs_no_privilege_check =
+            principal.is_none() || state.unprivileged_epoch == self.privileges.epoch();
+        let has_file_id = state.pending.file_id().is_some();
+        if !needs_no_privilege_check || !has_file_id || end > SIZE_CHECKED_ABOVE {
+            return Ok(None);
+        }
+        Ok(Some(
+            self.overwrite_or_append(file, &mut state, offset, data),
+        ))
+    }
+
     /// Overwrites pending bytes in place if that is possible. Otherwise all bytes must be appended.
     fn overwrite_or_append(
         &self,
@@ -142,8 +157,8 @@ impl<B: Backing> Writes<B> {
         }
     }
 
-    /// Returns whether a write up to offset `end` calls the backing or waits for another thread before its bytes are
-    /// accepted. All other waits of [`Engine::write`](crate::Engine::write) are short.
+    /// Returns whether a write up to offset `end` may block for long: it calls the backing, or waits for another
+    /// thread, before its bytes are accepted.
     pub fn can_write_wait(
         &self,
         handle_id: HandleId,
@@ -159,15 +174,16 @@ impl<B: Backing> Writes<B> {
         };
         let state = handle.file.lock();
         let needs_file_id = state.pending.file_id().is_none() && !state.unlinked;
-        // The epoch grows when any file may get privileges. A file is known to have none only for one epoch.
+        // The epoch grows when any file may get privileges. A file was seen without privileges in one epoch, and may
+        // have some in each later one.
         let may_have_privileges = state.unprivileged_epoch != self.privileges.epoch();
         drop(state);
         if principal.is_some() && may_have_privileges {
             return true;
         }
-        // A file without a file id (its number in the arena) gets one, which is recorded with a path. The write waits
-        // while a path changes, and calls the backing if none is known.
-        needs_file_id && (self.tree.paths.has_changes() || !handle.file.inode.has_names())
+        // A file without a file id (its number in the arena) gets one, which is recorded with a path of the file. The
+        // write waits while any path changes, and calls the backing if no path is known.
+        needs_file_id && (self.tree.claims.has_changes() || !handle.file.inode.has_names())
     }
 
     /// Returns whether a write up to `end` changes the backing before its bytes are in the arena: it removes
@@ -250,72 +266,87 @@ impl<B: Backing> Writes<B> {
     /// memory to store the bytes in the file's view (a memory file that the kernel or a mapping reads) too.
     ///
     /// `known_id`: file id (number of the file in the arena) that the caller has read earlier. It may have ended since.
-    /// `slot` has the right to fill the slab; its lock is held.
+    /// `lease_slot`: the locked lease of the handle, which is the right to fill the slab. It may be empty.
     pub(crate) fn append(
         &self,
         handle: &Handle<B>,
-        slot: &mut LeaseSlot<'_>,
+        lease_slot: &mut LeaseSlot<'_>,
         mut known_id: Option<FileId>,
         offset: u64,
         data: &[u8],
     ) -> Result<usize> {
-        let file = &handle.file;
         loop {
-            let Some(lease) = slot.as_mut() else {
-                if !self.lease_into(slot, handle, data.len() as u64) {
-                    return Ok(0);
-                }
-                continue;
-            };
-            // The known id is tried once. If it has ended, the file's present id is read.
-            let Some(file_id) = known_id.take().or_else(|| self.file_id_for_write(file)) else {
-                slot.unlocked(|| self.room.reclaim());
-                return Ok(0);
-            };
-            let Some(reserved) = lease.reserve(file_id.get(), offset, data.len() as u64) else {
-                // The slab has no room. After the seal no writer fills it, and the loop leases another one.
-                let full_lease = slot.take().expect("the lease was just used");
-                self.base.arena.seal_slab(full_lease);
-                continue;
-            };
-            self.base.arena.fill_slab(
-                lease.slab(),
-                reserved.position,
-                &data[..reserved.len as usize],
-            );
-            let mut state = file.lock();
-            // A client process must not write the file directly during this write.
-            self.intake.revoke_grant(file, &mut state);
-            if state.pending.file_id() != Some(file_id) {
-                // All bytes were drained meanwhile, so the file id ended. The loop reserves space again under the next
-                // file id.
-                continue;
+            let attempt = self.try_append(handle, lease_slot, &mut known_id, offset, data)?;
+            if let Some(appended_bytes) = attempt {
+                return Ok(appended_bytes);
             }
-            if let Err(error) = state.reserve_view(offset, u64::from(reserved.len)) {
-                tracing::warn!(%error, path = %file.shown(), "no memory to store a write where programs read the file \
-                    directly; the write fails");
-                // Room in the arena would not help, so the writer must not wait for it.
-                return Err(Errno::NOSPC);
-            }
-            let extent = self.publish(&mut state, lease, file_id, offset, reserved);
-            self.intake.ingest(file, &mut state, offset, extent);
-            state.store_in_view(offset, &data[..reserved.len as usize]);
-            handle
-                .written_bytes
-                .fetch_add(u64::from(reserved.len), Ordering::Relaxed);
-            return Ok(reserved.len as usize);
         }
     }
 
-    /// Leases a slab for `len` bytes into the empty slot of a handle. Returns false if the arena has no room. Otherwise
-    /// the slot has a lease.
-    fn lease_into(&self, slot: &mut LeaseSlot<'_>, handle: &Handle<B>, len: u64) -> bool {
-        let new_lease = self.room.lease_for(handle, slot, len);
-        if slot.is_none() {
-            **slot = new_lease;
-            return slot.is_some();
+    /// Makes one attempt of [`Self::append`]. Returns `None` if the append must be tried again, after one of three
+    /// events: a slab was leased, the slab was full, or the file id has ended. Takes `known_id`, which is tried once.
+    fn try_append(
+        &self,
+        handle: &Handle<B>,
+        lease_slot: &mut LeaseSlot<'_>,
+        known_id: &mut Option<FileId>,
+        offset: u64,
+        data: &[u8],
+    ) -> Result<Option<usize>> {
+        let file = &handle.file;
+        let Some(lease) = lease_slot.as_mut() else {
+            if !self.lease_into(lease_slot, handle, data.len() as u64) {
+                return Ok(Some(0));
+            }
+            return Ok(None);
+        };
+        // If the known id has ended, the next attempt reads the file's present id.
+        let Some(file_id) = known_id.take().or_else(|| self.file_id_for_write(file)) else {
+            lease_slot.unlocked(|| self.room.reclaim());
+            return Ok(Some(0));
+        };
+        let Some(reserved) = lease.reserve(file_id.get(), offset, data.len() as u64) else {
+            // The slab is full. The seal ends the lease, and the next attempt leases another slab.
+            let full_lease = lease_slot.take().expect("the lease was just used");
+            self.base.arena.seal_slab(full_lease);
+            return Ok(None);
+        };
+        let data = &data[..reserved.len as usize];
+        self.base
+            .arena
+            .fill_slab(lease.slab(), reserved.position, data);
+        let mut state = file.lock();
+        // A client process must not write the file directly during this write.
+        self.intake.revoke_grant(file, &mut state);
+        if state.pending.file_id() != Some(file_id) {
+            // The last pending bytes were drained meanwhile, so the file id ended. The next attempt reserves space
+            // under a new file id.
+            return Ok(None);
         }
-        // Another write through the handle has got a lease while the slot was not locked.
+        if let Err(error) = state.reserve_view(offset, u64::from(reserved.len)) {
+            tracing::warn!(%error, path = %file.shown(), "no memory to store a write where programs read the file \
+                directly; the write fails");
+            // Room in the arena would not help, so the writer must not wait for it.
+            return Err(Errno::NOSPC);
+        }
+        let extent = self.publish(&mut state, lease, file_id, offset, reserved);
+        self.intake.ingest(file, &mut state, offset, extent);
+        state.store_in_view(offset, data);
+        handle
+            .written_bytes
+            .fetch_add(u64::from(reserved.len), Ordering::Relaxed);
+        Ok(Some(data.len()))
+    }
+
+    /// Leases a slab for `len` bytes to a handle without a lease. Returns false if the arena has no room. Otherwise
+    /// `lease_slot` has a lease afterwards.
+    fn lease_into(&self, lease_slot: &mut LeaseSlot<'_>, handle: &Handle<B>, len: u64) -> bool {
+        let new_lease = self.room.lease_for(handle, lease_slot, len);
+        if lease_slot.is_none() {
+            **lease_slot = new_lease;
+            return lease_slot.is_some();
+        }
+        // Another write through the handle has got a lease while the lock was released.
         if let Some(unneeded_lease) = new_lease {
             self.base.arena.seal_slab(unneeded_lease);
         }
@@ -328,13 +359,13 @@ impl<B: Backing> Writes<B> {
         known_id.or_else(|| {
             self.base
                 .journal
-                .allocate_file_id_excluding_renames(&self.tree.paths, file)
+                .allocate_file_id_excluding_renames(&self.tree.claims, file)
         })
     }
 
     /// Publishes bytes that were copied to the slab (a part of the arena), as a new piece (a recorded append) or as an
-    /// extension of the last one. From now on they survive the death of every process. Returns their extent, the range
-    /// with its place.
+    /// extension of the file's last piece. From now on they survive the death of every process. Returns their extent:
+    /// length, piece and position.
     fn publish(
         &self,
         state: &mut FileState<B>,
@@ -344,17 +375,17 @@ impl<B: Backing> Writes<B> {
         reserved: Reserved,
     ) -> Extent {
         let arena = &self.base.arena;
-        let is_tail = |last_piece| state.pending.is_tail(last_piece);
-        let extends_tail =
-            lease.continues(file_id.get(), offset, reserved) && lease.last().is_some_and(is_tail);
+        let is_last_of_file = |piece_of_lease| state.pending.is_tail(piece_of_lease);
+        let extends_last_piece = lease.continues(file_id.get(), offset, reserved)
+            && lease.last().is_some_and(is_last_of_file);
         state.pending.record_write();
         let modified = state.pending.recorded_ns();
         // An extended piece keeps its sequence: it is the file's last piece, so no other write came in between.
-        let (piece, sequence) = if extends_tail {
+        let (piece, sequence) = if extends_last_piece {
             arena.extend_piece(lease, reserved.len, modified)
         } else {
             let sequence = arena.next_sequence();
-            let new_piece = firn_arena::NewPiece {
+            let new_piece = NewPiece {
                 file_id: file_id.get(),
                 offset,
                 sequence,

@@ -11,7 +11,7 @@ pub const TOPIC_TASKS_MAX: usize = 16;
 /// Maximum number of tasks that run at a time in addition to the first task of each topic, over all topics. These
 /// tasks exist for speed only. Without this bound, a few hanging files with many callers each would occupy all
 /// threads.
-pub const FURTHER_TASKS_MAX: usize = 64;
+pub const EXTRA_TASKS_MAX: usize = 64;
 
 /// A class of work, which has its own threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,7 +45,7 @@ impl Class {
     /// Returns the maximum number of threads of the class.
     pub const fn threads_max(self) -> usize {
         match self {
-            Self::Call => TOPICS_MAX + FURTHER_TASKS_MAX,
+            Self::Call => TOPICS_MAX + EXTRA_TASKS_MAX,
             Self::Memory => 32,
             // Twice the number of connections, because the thread of a closed connection may not have ended.
             Self::ControlClient => 2 * (64 + 8),

@@ -8,7 +8,7 @@
 //! * Classes take no threads from each other. If the tasks of one class hang, the tasks of all other classes run.
 //! * Tasks of one [`Topic`] start in the order in which they were given, and so do tasks without a topic.
 //! * As long as tasks of fewer than [`TOPICS_MAX`] topics hang, tasks of other topics run, whatever the number of
-//!   hanging tasks. In addition to the first task of each topic, at most [`FURTHER_TASKS_MAX`] tasks run at a time, and
+//!   hanging tasks. In addition to the first task of each topic, at most [`EXTRA_TASKS_MAX`] tasks run at a time, and
 //!   at most [`TOPIC_TASKS_MAX`] of one topic. All other tasks wait for an earlier task to end.
 //! * A task that panics does not end its thread.
 //!
@@ -24,7 +24,7 @@ use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-pub use class::{Class, FURTHER_TASKS_MAX, TOPIC_TASKS_MAX, TOPICS_MAX};
+pub use class::{Class, EXTRA_TASKS_MAX, TOPIC_TASKS_MAX, TOPICS_MAX};
 pub use topic::Topic;
 use topic::{Queue, QueuedTask};
 

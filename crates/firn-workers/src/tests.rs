@@ -107,7 +107,7 @@ fn however_many_tasks_of_a_topic_hang_others_run() {
 #[test]
 fn regression_many_topics_that_hang_with_many_tasks_each_leave_a_thread_for_every_other_topic() {
     /// Twice the number of topics that would occupy all threads of the class if each ran [`TOPIC_TASKS_MAX`] tasks.
-    const HUNG: usize = 2 * (TOPICS_MAX + FURTHER_TASKS_MAX) / TOPIC_TASKS_MAX;
+    const HUNG: usize = 2 * (TOPICS_MAX + EXTRA_TASKS_MAX) / TOPIC_TASKS_MAX;
     const OTHERS: usize = 100;
     let workers = Workers::default();
     let mut hang = Hang::new();
@@ -116,7 +116,7 @@ fn regression_many_topics_that_hang_with_many_tasks_each_leave_a_thread_for_ever
             workers.run_on_topic(Class::Call, topic(id as u64), hang.task());
         }
     }
-    hang.await_reached(HUNG + FURTHER_TASKS_MAX);
+    hang.await_reached(HUNG + EXTRA_TASKS_MAX);
     let (done, finished) = mpsc::channel();
     for id in 0..OTHERS {
         let done = done.clone();
@@ -127,9 +127,9 @@ fn regression_many_topics_that_hang_with_many_tasks_each_leave_a_thread_for_ever
     for _ in 0..OTHERS {
         finished.recv_timeout(LIMIT).unwrap();
     }
-    assert!(threads(&workers, Class::Call) <= HUNG + FURTHER_TASKS_MAX + OTHERS);
+    assert!(threads(&workers, Class::Call) <= HUNG + EXTRA_TASKS_MAX + OTHERS);
     hang.release = None;
-    hang.await_reached(HUNG * TOPIC_TASKS_MAX - HUNG - FURTHER_TASKS_MAX);
+    hang.await_reached(HUNG * TOPIC_TASKS_MAX - HUNG - EXTRA_TASKS_MAX);
     workers.wait_until_quiet(&[Class::Call]);
     let state = workers.threads_of(Class::Call).state.lock();
     assert!(state.queue.is_empty());

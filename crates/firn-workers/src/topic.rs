@@ -4,10 +4,10 @@
 use std::collections::{HashMap, VecDeque};
 
 use crate::Task;
-use crate::class::{FURTHER_TASKS_MAX, TOPIC_TASKS_MAX};
+use crate::class::{EXTRA_TASKS_MAX, TOPIC_TASKS_MAX};
 
-/// The object on which a task may hang. Tasks that hang together have the same topic. A task never waits for a task
-/// of the same topic that begins later.
+/// The object on which a task may hang. Tasks that hang together have the same topic. A task must not wait for a task
+/// of its topic that was added later, because that task may get no thread until the first one ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Topic {
     /// Kind of the object: a number that the caller chooses.
@@ -20,24 +20,24 @@ pub struct Topic {
 
 /// Tasks that wait for a thread, and tasks that wait for other tasks of their topic.
 ///
-/// A task is *started* once it may have a thread: it is in `ready`, or it runs. A *further* task of a topic is one that
-/// is started while another task of the topic is.
+/// A task is *admitted* if it waits in `ready` for any free thread, or runs. The first admitted task of a topic needs
+/// no permission. Each *extra* task, admitted beside another one of its topic, needs one of [`EXTRA_TASKS_MAX`] slots.
 ///
 /// Invariants
-/// * `topics` contains exactly the topics with a started task; `started` counts these tasks.
-/// * `further_tasks` is the sum of `started - 1` over all topics, and at most [`FURTHER_TASKS_MAX`]. If there is a
-///   thread for each topic and [`FURTHER_TASKS_MAX`] more, the first task of a topic therefore always finds a thread.
-/// * `started` of a topic is at most [`TOPIC_TASKS_MAX`].
-/// * If a topic has waiting tasks and fewer than [`TOPIC_TASKS_MAX`] started ones, it is in `short_topics`, and
-///   `further_tasks` is [`FURTHER_TASKS_MAX`].
-/// * `short_topics` contains exactly the topics with `is_short`, each once.
+/// * `extra_tasks` is the sum of `admitted - 1` over all topics, and at most [`EXTRA_TASKS_MAX`]. So if there are
+///   [`EXTRA_TASKS_MAX`] more threads than topics, the first task of a topic always finds a thread.
+/// * A task is not admitted only if its topic has [`TOPIC_TASKS_MAX`] admitted tasks, or if all slots are in use. In
+///   the second case, the topic waits in `topics_waiting_for_slot`.
 #[derive(Default)]
 pub(crate) struct Queue {
+    /// Admitted tasks that have no thread yet.
     ready: VecDeque<QueuedTask>,
+    /// The topics that have an admitted task, and only these.
     topics: HashMap<Topic, TopicTasks>,
-    further_tasks: usize,
-    /// Topics that wait for the next further task, in turn.
-    short_topics: VecDeque<Topic>,
+    /// Number of slots in use: the admitted tasks of all topics, without the first one of each topic.
+    extra_tasks: usize,
+    /// Topics that wait for a slot, in the order in which they get one. Each topic is here once.
+    topics_waiting_for_slot: VecDeque<Topic>,
 }
 
 /// A task that may have a thread.
@@ -49,12 +49,12 @@ pub(crate) struct QueuedTask {
 /// The tasks of one topic.
 #[derive(Default)]
 struct TopicTasks {
-    /// Number of started tasks.
-    started: usize,
-    /// Tasks that are not started.
+    /// Number of admitted tasks.
+    admitted: usize,
+    /// Tasks that are not admitted.
     waiting: VecDeque<Task>,
-    /// Whether the topic is in [`Queue::short_topics`].
-    is_short: bool,
+    /// Whether the topic is in [`Queue::topics_waiting_for_slot`].
+    is_waiting_for_slot: bool,
 }
 
 impl Queue {
@@ -66,45 +66,46 @@ impl Queue {
             return true;
         };
         let tasks = self.topics.entry(topic).or_default();
-        if tasks.started == 0 {
-            tasks.started = 1;
+        if tasks.admitted == 0 {
+            tasks.admitted = 1;
             self.push_ready(topic, task);
             return true;
         }
         tasks.waiting.push_back(task);
-        let is_started = self.start_further_task(topic);
+        let is_admitted = self.try_admit_extra_task(topic);
         self.assert_invariants();
-        is_started
+        is_admitted
     }
 
-    /// Starts one more task of a topic (an object on which tasks may hang together) that already has a started one.
-    /// Returns whether a task was started.
+    /// Admits one more waiting task of a topic that already has an admitted task: from now on any free thread may run
+    /// it. Returns false if no task of the topic waits, or if a limit is reached.
     ///
-    /// Such *further* tasks have two limits: one for each topic, and one for all topics together.
-    fn start_further_task(&mut self, topic: Topic) -> bool {
+    /// There are two limits: for the tasks of one topic, and for the extra tasks of all topics together. A topic is the
+    /// object on which its tasks may hang together.
+    fn try_admit_extra_task(&mut self, topic: Topic) -> bool {
         let tasks = self
             .topics
             .get_mut(&topic)
             .expect("the topic has a started task");
-        if tasks.waiting.is_empty() || tasks.started == TOPIC_TASKS_MAX {
+        if tasks.waiting.is_empty() || tasks.admitted == TOPIC_TASKS_MAX {
             return false;
         }
-        if self.further_tasks == FURTHER_TASKS_MAX {
-            // The topic gets the next further task that is allowed, in turn with other topics.
-            if !tasks.is_short {
-                tasks.is_short = true;
-                self.short_topics.push_back(topic);
+        if self.extra_tasks == EXTRA_TASKS_MAX {
+            // The topic waits until an extra task of any topic ends. Waiting topics are served in their order.
+            if !tasks.is_waiting_for_slot {
+                tasks.is_waiting_for_slot = true;
+                self.topics_waiting_for_slot.push_back(topic);
             }
             return false;
         }
         let task = tasks.waiting.pop_front().expect("a task waits");
-        tasks.started += 1;
-        self.further_tasks += 1;
+        tasks.admitted += 1;
+        self.extra_tasks += 1;
         self.push_ready(topic, task);
         true
     }
 
-    /// Lets a started task have a thread.
+    /// Puts an admitted task into the queue for the threads.
     fn push_ready(&mut self, topic: Topic, task: Task) {
         self.ready.push_back(QueuedTask {
             topic: Some(topic),
@@ -112,7 +113,7 @@ impl Queue {
         });
     }
 
-    /// Returns the number of started tasks that have no thread yet.
+    /// Returns the number of admitted tasks that have no thread yet.
     pub(crate) fn ready_count(&self) -> usize {
         self.ready.len()
     }
@@ -125,37 +126,39 @@ impl Queue {
     /// Records that a task ended, and starts tasks that waited for it. `topic` is the object on which the task could
     /// hang; the end of a task without a topic starts no other task.
     ///
-    /// A topic may have several started tasks. Those after the first are *further* tasks, of which there is a limit
-    /// over all topics. A *short* topic waits for the right to start one.
+    /// All admitted tasks of a topic, except for one, are *extra* tasks. Their number over all topics is limited, so
+    /// the end of an extra task lets a topic that waits for this limit admit one.
     pub(crate) fn end_task(&mut self, topic: Option<Topic>) {
         let Some(topic) = topic else { return };
         let tasks = self
             .topics
             .get_mut(&topic)
             .expect("a topic is known while a task of it runs");
-        if tasks.started == 1 {
+        if tasks.admitted == 1 {
             match tasks.waiting.pop_front() {
                 Some(task) => self.push_ready(topic, task),
                 None => self.remove_topic(topic),
             }
         } else {
-            tasks.started -= 1;
-            self.further_tasks -= 1;
-            // Other topics come first, so that a topic with many tasks does not prevent them from starting more than
-            // one task each.
-            self.start_task_of_short_topic();
-            self.start_further_task(topic);
+            tasks.admitted -= 1;
+            self.extra_tasks -= 1;
+            // Waiting topics come before this one. Otherwise a topic would keep its slots as long as it has tasks.
+            self.admit_extra_task_of_next_topic();
+            self.try_admit_extra_task(topic);
         }
         self.assert_invariants();
     }
 
-    fn start_task_of_short_topic(&mut self) {
-        while let Some(topic) = self.short_topics.pop_front() {
+    /// Admits an extra task of the first waiting topic that still has one to admit.
+    fn admit_extra_task_of_next_topic(&mut self) {
+        while let Some(topic) = self.topics_waiting_for_slot.pop_front() {
             let tasks = self.topics.get_mut(&topic);
-            tasks.expect("a short topic has a started task").is_short = false;
-            if self.start_further_task(topic) {
+            tasks
+                .expect("a short topic has a started task")
+                .is_waiting_for_slot = false;
+            if self.try_admit_extra_task(topic) {
                 // If more tasks of this topic wait, the topic goes to the end of the queue.
-                self.start_further_task(topic);
+                self.try_admit_extra_task(topic);
                 return;
             }
         }
@@ -163,31 +166,35 @@ impl Queue {
 
     fn remove_topic(&mut self, topic: Topic) {
         let tasks = self.topics.remove(&topic);
-        if tasks.is_some_and(|tasks| tasks.is_short) {
-            self.short_topics.retain(|short| *short != topic);
+        if tasks.is_some_and(|tasks| tasks.is_waiting_for_slot) {
+            self.topics_waiting_for_slot
+                .retain(|waiting| *waiting != topic);
         }
     }
 
     #[cfg(test)]
     pub(crate) fn is_empty(&self) -> bool {
-        self.ready.is_empty() && self.topics.is_empty() && self.further_tasks == 0
+        self.ready.is_empty() && self.topics.is_empty() && self.extra_tasks == 0
     }
 
-    /// Asserts the invariants of [`Queue`] in debug builds: the counts of started tasks, and which topics wait.
+    /// Asserts the invariants of [`Queue`] in debug builds: the counts of admitted tasks, and which topics wait.
     fn assert_invariants(&self) {
         #[cfg(debug_assertions)]
         {
-            let further = self.topics.values().map(|tasks| tasks.started - 1);
-            assert_eq!(further.sum::<usize>(), self.further_tasks);
-            assert!(self.further_tasks <= FURTHER_TASKS_MAX);
-            let short = self.topics.values().filter(|tasks| tasks.is_short);
-            assert_eq!(short.count(), self.short_topics.len());
+            let extra_tasks = self.topics.values().map(|tasks| tasks.admitted - 1);
+            assert_eq!(extra_tasks.sum::<usize>(), self.extra_tasks);
+            assert!(self.extra_tasks <= EXTRA_TASKS_MAX);
+            let waiting_topics = self
+                .topics
+                .values()
+                .filter(|tasks| tasks.is_waiting_for_slot);
+            assert_eq!(waiting_topics.count(), self.topics_waiting_for_slot.len());
             for tasks in self.topics.values() {
-                assert!((1..=TOPIC_TASKS_MAX).contains(&tasks.started));
+                assert!((1..=TOPIC_TASKS_MAX).contains(&tasks.admitted));
                 assert!(
                     tasks.waiting.is_empty()
-                        || tasks.started == TOPIC_TASKS_MAX
-                        || tasks.is_short && self.further_tasks == FURTHER_TASKS_MAX
+                        || tasks.admitted == TOPIC_TASKS_MAX
+                        || tasks.is_waiting_for_slot && self.extra_tasks == EXTRA_TASKS_MAX
                 );
             }
         }

@@ -159,17 +159,18 @@ impl<B: Backing> Room<B> {
 
     /// Evicts the cached bytes of a file (kept in the arena after their drain) if a program that does not use the mount
     /// has changed the backing's file. Called at an open, and when other hosts may have changed the file.
-    pub(crate) fn check_cache(&self, file: &Arc<File<B>>) -> Result<()> {
+    pub(crate) fn evict_if_backing_changed(&self, file: &Arc<File<B>>) -> Result<()> {
         if file.lock().cache.is_empty() {
             return Ok(());
         }
         let attr = self.base.backing.attr(&self.tree.object(&file.inode)?)?;
-        // Logs are files beside the plain file into which several hosts write. The times do not show writes of other
-        // hosts to logs, so files in logs are always evicted.
-        let is_in_log = self.open_files.kernel_reads(file) == KernelReads::Shared;
+        // `KernelReads::Shared`: other hosts may write the file too, into logs beside it. The times of the file do not
+        // show such writes, so it is always evicted.
+        let may_be_written_by_other_hosts =
+            self.open_files.kernel_reads(file) == KernelReads::Shared;
         let mut state = file.lock();
         let is_changed = |stamp| stamp != BackingStamp::from_attr(&attr);
-        if is_in_log || state.cache.backing_stamp().is_some_and(is_changed) {
+        if may_be_written_by_other_hosts || state.cache.backing_stamp().is_some_and(is_changed) {
             state.changes += 1;
             self.evict(&mut state);
             // The lock is released, because the next call reads the file.

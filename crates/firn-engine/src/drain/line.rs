@@ -277,21 +277,22 @@ impl<T> Turns<T> {
         }
     }
 
-    /// Takes the next file to write. Files take turns, and in its turn a file is the only one that is written. This is
-    /// the file of the present turn if it is in line again, else the file of the next turn.
+    /// Takes the next file to write. If the file of the present turn is in line again, returns this file. Otherwise
+    /// ends the turn and begins the next one. During its turn, a file is the only one that is written.
     ///
     /// Returns `None` if no file is in line, or if writes of the present turn must end first. `runs` says whether such
-    /// writes are under way. A file is awaited if a caller waits for its drain, as in fsync(2).
+    /// writes are under way.
     fn pop(&mut self, runs: RunsUnderWay) -> Option<Arc<T>> {
         if let Some(turn) = &mut self.turn {
-            // A long turn that no caller waits for yields to awaited files.
-            let must_yield =
+            // A file is awaited if a caller waits for its drain, as in fsync(2). A long turn of a file that is not
+            // awaited is interrupted for awaited files.
+            let must_be_interrupted =
                 !turn.is_awaited && turn.bytes >= INTERRUPTIBLE_BYTES && !self.awaited.is_empty();
-            if !must_yield && let Some(file) = turn.in_line.take() {
+            if !must_be_interrupted && let Some(file) = turn.in_line.take() {
                 self.places.remove(&address(&file));
                 return Some(file);
             }
-            // The next turn begins only when no write of this file is under way, unless its writes hang.
+            // The next turn begins only when no write of this file is under way, or if its writes hang.
             if runs == RunsUnderWay::Working {
                 return None;
             }

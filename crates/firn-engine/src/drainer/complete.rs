@@ -28,7 +28,10 @@ use crate::file::{File, FileState, RecordedFailure, Waiter};
 use crate::options::DrainPolicy;
 
 /// Number of drained ranges of a file in the journal from which on the engine checks whether they can be forgotten.
-const DRAINED_RANGES_KEPT: usize = 8;
+const CHECKED_RANGES_MIN: usize = 8;
+/// The same limit for a file with many pieces: one drained range for this number of pieces. The check takes longer the
+/// more pieces the file has.
+const PIECES_PER_CHECKED_RANGE: usize = 16;
 
 /// Returns the parts (extents with their file offsets) that have the first `bytes` bytes of a job. The last of them may
 /// be shortened.
@@ -107,7 +110,7 @@ impl<B: Backing> Drainer<B> {
             None => self.drain.enqueue(&file, &mut state),
             Some(errno) => {
                 failed_waiters =
-                    self.record_failed_try(&file, &mut state, errno, outcome.error_source);
+                    self.record_failed_attempt(&file, &mut state, errno, outcome.error_source);
             }
         }
         self.drain
@@ -122,7 +125,7 @@ impl<B: Backing> Drainer<B> {
         let is_drained = state.pending.is_empty();
         let is_cached = !state.cache.is_empty();
         drop(state);
-        if outcome.written > 0 {
+        if outcome.written_bytes > 0 {
             self.kernel_cache.make_pages_stale_after_drain(&file);
         }
         if is_drained {
@@ -149,7 +152,7 @@ impl<B: Backing> Drainer<B> {
 
     /// Counts the error of a try to drain a file, and schedules the next try. Returns the waiters that must get the
     /// error, which the caller must call with no lock held.
-    pub(crate) fn record_failed_try(
+    pub(crate) fn record_failed_attempt(
         &self,
         file: &Arc<File<B>>,
         state: &mut FileState<B>,
@@ -173,11 +176,11 @@ impl<B: Backing> Drainer<B> {
         parts: &[JobPart],
         outcome: &JobOutcome,
     ) -> Option<Errno> {
-        if outcome.written == 0 {
+        if outcome.written_bytes == 0 {
             return outcome.error;
         }
-        let written_parts = parts_with_first_bytes(parts, outcome.written);
-        let is_removed = self.remove_drained(state, &written_parts);
+        let written_parts = parts_with_first_bytes(parts, outcome.written_bytes);
+        let is_removed = self.finish_drained_bytes(state, &written_parts);
         // The next sync of the file must cover these bytes.
         file.inode.data_unsynced.store(true, Ordering::Release);
         if is_removed {
@@ -190,32 +193,32 @@ impl<B: Backing> Drainer<B> {
     /// Counts the bytes and writes of a job, and logs the write.
     fn count_outcome(&self, file: &File<B>, span: &Range<u64>, outcome: &JobOutcome) {
         let counters = &self.base.counters;
-        if outcome.written > 0 {
+        if outcome.written_bytes > 0 {
             counters.drain_decisions.count(Decision::Written);
-            let bytes = outcome.written;
+            let bytes = outcome.written_bytes;
             tracing::debug!(path = %file.shown(), offset = span.start, bytes, "drain: written");
         }
         let count = |counter: &AtomicU64, more| counter.fetch_add(more, Ordering::Relaxed);
-        count(&counters.drain_bytes, outcome.written);
-        count(&counters.drain_writes, outcome.writes);
+        count(&counters.drain_bytes, outcome.written_bytes);
+        count(&counters.drain_writes, outcome.write_calls);
     }
 
     /// Ends the pending state of bytes that the backing has now, and caches them in the arena or frees them. Returns
     /// false if the journal is full. The bytes then remain pending and are written again, which is slow but safe.
-    fn remove_drained(&self, state: &mut FileState<B>, written: &[JobPart]) -> bool {
+    fn finish_drained_bytes(&self, state: &mut FileState<B>, written: &[JobPart]) -> bool {
         let mut drained = written_extents(state.pending.extents(), written);
         if state.pending.would_leave_partial_pieces(&drained)
             && !self.record_drained_ranges(state, written)
         {
             return false;
         }
-        // Older pieces (recorded appends) die first. After a crash between two deaths, the newer piece still covers the
-        // older one. So the bytes of the older one do not overwrite drained bytes.
+        // Older pieces (recorded appends) die first. So a crash in between never leaves an older piece without the
+        // newer one that covers it: a recovery would write the old bytes over drained ones.
         drained.sort_by_key(|(_, extent)| extent.sequence);
         let drained_bytes: u64 = drained.iter().map(|(_, extent)| extent.len).sum();
         if drained_bytes == state.pending.bytes() {
-            // No piece records the file's time any more, and the backing has the time of the drain until the right time
-            // is set.
+            // The last pieces die now, and with them the record of the file's time. The backing has the time of the
+            // drain until `finish_drained` sets the right one. So the journal keeps the time in the meantime.
             self.base.journal.record_time(state);
         }
         // Client processes may have lists of the places of these bytes, which may be used again.
@@ -259,20 +262,21 @@ impl<B: Backing> Drainer<B> {
             if self.base.journal.append(&record).is_err() {
                 return false;
             }
-            state.pending.add_drained_range();
+            state.pending.count_drained_range();
         }
         true
     }
 
-    /// Lets the journal forget drained ranges of a file periodically: those that are older than each pending byte. (A
-    /// drained range is a record that bytes of appends up to a sequence are in the backing.) Otherwise a file that
-    /// always has pending bytes would fill the journal.
+    /// Lets the journal forget those drained ranges of a file that are older than each pending byte. A drained range is
+    /// a journal record: bytes of appends up to a sequence are in the backing. Without this call, a file that always
+    /// has pending bytes would fill the journal.
     fn forget_drained_ranges(&self, state: &mut FileState<B>) {
         let pending = &mut state.pending;
         // The search for the oldest sequence reads all extents, so it is made only once in many drains.
-        let ranges_max = DRAINED_RANGES_KEPT.max(pending.piece_count() / 16);
+        let check_threshold =
+            CHECKED_RANGES_MIN.max(pending.piece_count() / PIECES_PER_CHECKED_RANGE);
         // A client's piece may have older bytes that were not ingested.
-        if (pending.drained_ranges() as usize) < ranges_max || state.direct.has_grant() {
+        if (pending.drained_ranges() as usize) < check_threshold || state.direct.has_grant() {
             return;
         }
         let (Some(file_id), Some(oldest_sequence)) = (pending.file_id(), pending.oldest_sequence())
@@ -288,12 +292,12 @@ impl<B: Backing> Drainer<B> {
         }
     }
 
-    /// Returns the callbacks of callers that waited for bytes of a file which are not pending (still to be written to
-    /// the backing) any more. Called after each change of the pending bytes. If none is left, sets the file's time in
-    /// the backing and ends the file id (its number in the journal).
+    /// Returns the waiters for bytes that are not pending any more. The caller calls them with no lock held. This
+    /// function runs after each change of the pending bytes (those that are not in the backing). If none is left, it
+    /// also sets the file's time in the backing and ends the file id (its number in the journal).
     ///
-    /// The caller calls the callbacks without a lock. The lock is released during the call of the backing. A second
-    /// caller that comes meanwhile returns at once, without callbacks: the first caller returns those of both.
+    /// The file's lock is released while the time is being set. If another thread calls this function meanwhile, it
+    /// gets no waiters, and the first thread gets all of them.
     pub(crate) fn finish_drained(
         &self,
         file: &Arc<File<B>>,
@@ -302,14 +306,15 @@ impl<B: Backing> Drainer<B> {
         if state.drain.is_setting_time() {
             return ThinVec::new();
         }
-        // Repeated, because a program may set another time while the lock is released.
+        // Repeated until no time is left to set: a program may set another one while the lock is released.
         while state.pending.is_empty() {
             self.drain.set_oldest(file, state, None);
             state.drain.clear_requests();
             let was_drained = file.inode.data_unsynced.load(Ordering::Acquire);
             let pending_mtime = state.pending.take_mtime();
             // If no byte was drained, the backing still has the right time.
-            let (Some(mtime), true) = (pending_mtime, was_drained) else {
+            let mtime_to_set = pending_mtime.filter(|_| was_drained);
+            let Some(mtime) = mtime_to_set else {
                 self.base.journal.end_file_id(state);
                 break;
             };
@@ -342,15 +347,18 @@ impl<B: Backing> Drainer<B> {
         let now = Instant::now();
         let RecordedFailure {
             failure,
-            is_first_of_try,
+            must_plan_attempt,
         } = state.drain.record_failure(errno, now);
-        if is_first_of_try {
+        if must_plan_attempt {
             self.drain
                 .queue_of(file)
                 .retry_at(failure.retry_at, Arc::clone(file));
         }
         let count = failure.tries;
-        self.base.counters.drain_decisions.count(Decision::Waits);
+        self.base
+            .counters
+            .drain_decisions
+            .count(Decision::RetryPlanned);
         let path = file.inode.paths().into_iter().next().unwrap_or_default();
         let failed_call = match source {
             JobErrorSource::SpillFile => "read from the spill file",

@@ -4,7 +4,7 @@
 //! Invariants
 //! * Parts are in the order of their offsets and do not overlap. They are contiguous, unless the backing gathers
 //!   distant parts.
-//! * The written bytes of a job are always its first bytes.
+//! * If a job is only partly written, its first bytes are written.
 //! * The slabs of all parts are pinned (not used again, nor moved) from [`Drainer::pick`](crate::Drainer::pick) until
 //!   [`Drainer::complete`](crate::Drainer::complete), and bytes in flight are not overwritten in place.
 
@@ -51,9 +51,9 @@ pub struct Job<B: Backing> {
 /// Result of a job.
 pub struct JobOutcome {
     /// Number of bytes that reached the backing; they are the first bytes of the job.
-    pub written: u64,
-    /// Number of calls that wrote bytes.
-    pub writes: u64,
+    pub written_bytes: u64,
+    /// Number of calls of the backing that wrote bytes.
+    pub write_calls: u64,
     /// Error that ended the job early.
     pub error: Option<Errno>,
     /// Source of the error; meaningless without an error.
@@ -69,15 +69,19 @@ pub enum JobErrorSource {
     SpillFile,
 }
 
-/// Bytes that are not written yet, as slices, and the runs that they form.
-struct Unwritten<'a> {
+/// The bytes of a job that are not written yet, as slices, and the runs that they form.
+struct RemainingBytes<'a> {
+    /// The bytes, in the order of their file offsets.
     slices: Vec<IoSlice<'a>>,
+    /// The runs, each of which is one part of the next write.
     runs: Vec<Run>,
 }
 
 /// Slices whose bytes are contiguous in the file.
 struct Run {
+    /// File range of the bytes.
     offsets: Range<u64>,
+    /// Indexes of the slices in [`RemainingBytes::slices`].
     slices: Range<usize>,
 }
 
@@ -116,8 +120,8 @@ impl<B: Backing> Job<B> {
     /// if it is not open. An error ends the job and is in the result, with the bytes that were written before.
     pub fn execute(&self, engine: &Engine<B>) -> JobOutcome {
         let mut outcome = JobOutcome {
-            written: 0,
-            writes: 0,
+            written_bytes: 0,
+            write_calls: 0,
             error: None,
             error_source: JobErrorSource::Backing,
         };
@@ -130,7 +134,7 @@ impl<B: Backing> Job<B> {
         };
         let loaded = self.load_spilled_parts();
         self.write_loaded_parts(engine, &writer.file, &loaded, &mut outcome);
-        if engine.base.options.order == Order::Sequential && outcome.written > 0 {
+        if engine.base.options.order == Order::Sequential && outcome.written_bytes > 0 {
             // Otherwise the kernel would write back several files at once, alternating between them.
             engine
                 .base
@@ -154,10 +158,10 @@ impl<B: Backing> Job<B> {
         outcome: &mut JobOutcome,
     ) {
         let counters = &engine.base.counters;
-        while outcome.written < loaded.bytes {
-            let unwritten = self.unwritten(&loaded.spilled, outcome.written);
+        while outcome.written_bytes < loaded.bytes {
+            let remaining = self.remaining_bytes(&loaded.spilled, outcome.written_bytes);
             let start = Instant::now();
-            let result = engine.base.backing.write_parts(file, &unwritten.parts());
+            let result = engine.base.backing.write_parts(file, &remaining.parts());
             counters.drain_times.observe(start.elapsed());
             match result {
                 // A write that accepts nothing would be repeated for ever.
@@ -167,8 +171,8 @@ impl<B: Backing> Job<B> {
                 }
                 Ok(bytes) => {
                     counters.drain_sizes.observe(bytes);
-                    outcome.written += bytes;
-                    outcome.writes += 1;
+                    outcome.written_bytes += bytes;
+                    outcome.write_calls += 1;
                 }
                 Err(Errno::INTR) => {}
                 Err(errno) => {
@@ -211,9 +215,13 @@ impl<B: Backing> Job<B> {
 
     /// Returns the bytes of the job that are not written yet: those after its first `written_bytes` bytes. `spilled`
     /// has the bytes of the spilled parts, which were read from the spill file.
-    fn unwritten<'a>(&'a self, spilled: &'a [Vec<u8>], written_bytes: u64) -> Unwritten<'a> {
+    fn remaining_bytes<'a>(
+        &'a self,
+        spilled: &'a [Vec<u8>],
+        written_bytes: u64,
+    ) -> RemainingBytes<'a> {
         let mut bytes_to_skip = written_bytes as usize;
-        let mut unwritten = Unwritten {
+        let mut remaining = RemainingBytes {
             slices: Vec::with_capacity(self.places.len()),
             runs: Vec::new(),
         };
@@ -231,14 +239,14 @@ impl<B: Backing> Job<B> {
                 },
                 _ => &spilled_bytes[bytes_to_skip..],
             };
-            unwritten.push(part.offset + bytes_to_skip as u64, bytes);
+            remaining.push(part.offset + bytes_to_skip as u64, bytes);
             bytes_to_skip = 0;
         }
-        unwritten
+        remaining
     }
 }
 
-impl<'a> Unwritten<'a> {
+impl<'a> RemainingBytes<'a> {
     /// Adds bytes for a file offset. They join the last run if they follow it.
     fn push(&mut self, offset: u64, bytes: &'a [u8]) {
         let end = offset + bytes.len() as u64;

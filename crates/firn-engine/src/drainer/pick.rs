@@ -84,8 +84,8 @@ impl<B: Backing> Drainer<B> {
     pub fn pick(&self, lane: LaneIndex, limits: LaneLimits) -> NextStep<B> {
         let queue = self.drain.queue(lane);
         loop {
-            // Done in each round: while this thread examined a file that had nothing to drain, a writer may have begun
-            // to wait for room, and relies on this thread to wake it.
+            // A writer may begin to wait for room while this thread examines a file, and then relies on this thread. So
+            // waiting writers are checked in each round.
             self.room.wake_writers();
             let Some(file) = self.next_file(lane, limits.leaves_hung_file) else {
                 let next_due = queue.next_due();
@@ -99,7 +99,7 @@ impl<B: Backing> Drainer<B> {
                 "a file was in line and does not know"
             );
             state.drain.set_queued(false);
-            if let Some(job) = self.choose_write(&file, &mut state, limits) {
+            if let Some(job) = self.begin_job(&file, &mut state, limits) {
                 drop(state);
                 self.base.counters.drain_decisions.count(Decision::Picked);
                 let offset = job.span.start;
@@ -113,7 +113,7 @@ impl<B: Backing> Drainer<B> {
             for waiter in failed_waiters {
                 (waiter.done)(Err(Errno::IO));
             }
-            // The file does not count as being examined any more. If there is a job, its completion does this.
+            // The file had nothing to write, so its examination ends here. For a job, the completion ends it.
             queue.finish();
         }
     }
@@ -136,16 +136,16 @@ impl<B: Backing> Drainer<B> {
         queue.pop(leaves_hung_file)
     }
 
-    /// Requests the drain of a file, however few bytes it has, if its oldest pending byte is old. Otherwise plans the
-    /// next check.
+    /// Requests the drain of a file if its oldest pending byte is old, even if few bytes are pending. Plans the next
+    /// check, if one is needed.
     fn check_age(&self, file: &Arc<File<B>>, now: Instant) {
         let mut state = file.lock();
         state.drain.end_age_check();
-        // Bytes that a client process has stored in the arena without a request count, too.
+        // Bytes that a client process has stored in the arena, without a request, count as written too.
         self.intake.ingest_published(file, &mut state);
         let drain_age = self.base.options.drain_age;
         let Some(oldest_write) = state.drain.oldest() else {
-            // A client may publish bytes later without a request, so the age is checked again.
+            // No byte is pending. A client may publish bytes later without a request, so the age is checked again.
             if state.direct.has_grant() {
                 self.drain.check_age_at(file, &mut state, now + drain_age);
             }
@@ -157,15 +157,16 @@ impl<B: Backing> Drainer<B> {
             return;
         }
         self.drain.force(file, &mut state);
-        // The old bytes are being drained, so the age counts from now on.
+        // The drain of the old bytes is requested, so their age starts again from now.
         self.drain.set_oldest(file, &mut state, Some(now));
         self.drain.check_age_at(file, &mut state, now + drain_age);
     }
 
-    /// Makes a job (one write to the backing) of this file, if some of its pending bytes are worth a write. Pins the
-    /// slabs with the bytes (they are not moved or used again) and marks the range as in flight. Returns `None` if
-    /// nothing is to be written now.
-    fn choose_write(
+    /// Begins a job: one write of this file to the backing. Pins the slabs with its bytes, so that these are not moved
+    /// or used again. Marks the range as in flight, and queues the file again for its other bytes.
+    ///
+    /// Returns `None` if no write may begin now, or if no pending bytes are urgent or long enough for one.
+    fn begin_job(
         &self,
         file: &Arc<File<B>>,
         state: &mut FileState<B>,
@@ -190,9 +191,9 @@ impl<B: Backing> Drainer<B> {
         debug_assert!(state.drain.writes_in_flight() <= limits.file_writes_max);
         let queue = self.drain.queue_of(file);
         queue.record_pick(file, bytes, state.pending.bytes());
-        // The journal will record this range as drained up to the sequence (number) of its newest append. So later
-        // bytes need an append with a later sequence.
-        state.pending.end_tail();
+        // The journal will record this range as drained, for all appends up to the newest one in the job. So bytes that
+        // are written from now on must not extend that append.
+        state.pending.stop_extending_last_piece();
         // The file may have more bytes to write, and another thread can write them at the same time.
         self.drain.enqueue(file, state);
         Some(Job {
@@ -311,7 +312,7 @@ impl<B: Backing> Drainer<B> {
         if !must_fail {
             return ThinVec::new();
         }
-        self.record_failed_try(file, state, Errno::IO, JobErrorSource::SpillFile)
+        self.record_failed_attempt(file, state, Errno::IO, JobErrorSource::SpillFile)
     }
 }
 

@@ -1,4 +1,4 @@
-//! Waits for the drain of one file, and questions of the executor (the threads that drain) about its next work.
+//! Waiting for the drain of a file, and what the executor (the threads that drain) asks the engine before it sleeps.
 
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
@@ -16,9 +16,9 @@ use crate::{Done, Result};
 pub enum NextWork {
     /// A file is in line, or is due.
     Now,
-    /// No file is due before the time `retry`, or before the lane is woken.
+    /// No file is in line or due. The next one is due after `retry`, unless the lane is woken before.
     Later {
-        /// Time until the next retry or age check; `None` if no file is due.
+        /// Time until the next file is due, for a retry or a check of the age of its data. `None` if none is planned.
         retry: Option<Duration>,
     },
 }
@@ -28,7 +28,7 @@ impl<B: Backing> Drainer<B> {
     /// attempt. If nothing is pending, calls `done` before it returns.
     pub(crate) fn when_drained(&self, file: &Arc<File<B>>, done: Done) {
         let mut state = file.lock();
-        // Bytes that a client process has stored in the arena without a request count, too.
+        // Bytes that a client process has stored in the arena, without a request, count as written too.
         self.intake.ingest_published(file, &mut state);
         if state.pending.is_empty() {
             // The lock is released, because the callback may take any lock.
@@ -90,7 +90,7 @@ impl<B: Backing> Drainer<B> {
 
     /// Counts a drain that was delayed because programs need the CPUs.
     pub fn note_drain_put_off(&self) {
-        self.base.counters.drain_decisions.count(Decision::PutOff);
+        self.base.counters.drain_decisions.count(Decision::Delayed);
         tracing::debug!("drain: put off, because programs need the CPUs");
     }
 

@@ -30,8 +30,8 @@ pub(crate) struct Grant {
 
 /// Lists of the places of a file's bytes that readers have, and the conditions under which these lists are valid.
 struct ReaderLists {
-    /// Number of the file's word in the arena. The word is raised to make the lists invalid.
-    word: u32,
+    /// Index of the file's version counter in the arena, which is raised to make the lists invalid.
+    counter_index: u32,
     /// Value of [`Facts::changes_by_others`](firn_backing::Facts) when the lists were made. `None` if no list refers to
     /// files of the backing, so that changes by other hosts do not matter.
     changes_by_others: Option<u64>,
@@ -74,11 +74,12 @@ impl DirectState {
         self.grant = Some(grant);
     }
 
-    /// Records that a reader gets a list. The list is valid until the file's word number `word` is raised.
-    pub(crate) fn record_list(&mut self, word: u32) {
+    /// Records that a reader gets a list. The list is valid until the file's version counter is raised, which is the
+    /// counter `counter_index` of the arena.
+    pub(crate) fn record_list(&mut self, counter_index: u32) {
         let new = || {
             Box::new(ReaderLists {
-                word,
+                counter_index,
                 changes_by_others: None,
             })
         };
@@ -91,7 +92,7 @@ impl DirectState {
 
     /// Records that a reader gets a list that refers to files of the backing. `change`: count of changes by other hosts
     /// when the list was made. Returns false if readers have a list with an earlier count, which is invalid now.
-    pub(crate) fn record_backing_list(&mut self, change: u64) -> bool {
+    pub(crate) fn try_record_backing_list(&mut self, change: u64) -> bool {
         let Some(lists) = &mut self.lists else {
             return false;
         };
@@ -109,10 +110,10 @@ impl DirectState {
             .is_some_and(|change_of_lists| change_of_lists != change)
     }
 
-    /// Makes all lists of readers invalid by raising the file's word.
+    /// Makes all lists of readers invalid by raising the file's version counter.
     pub(crate) fn invalidate_lists(&mut self, arena: &Arena) {
         if let Some(lists) = self.lists.take() {
-            arena.raise_file_word(lists.word);
+            arena.raise_file_word(lists.counter_index);
         }
     }
 

@@ -38,8 +38,8 @@ pub(crate) struct Failure {
 /// Result of [`DrainState::record_failure`].
 pub(crate) struct RecordedFailure {
     pub failure: Failure,
-    /// Whether no other write of the same try has failed before: the caller must then plan the next try.
-    pub is_first_of_try: bool,
+    /// Whether this failure must plan the next attempt: no write of the same attempt has failed before.
+    pub must_plan_attempt: bool,
 }
 
 /// A caller that waits for a drain.
@@ -228,33 +228,29 @@ impl DrainState {
         self.failure().is_some_and(|failure| failure.retry_at > now)
     }
 
-    /// Records a failed write to the backing, and returns the failure with the time of the next try. If several writes
-    /// of one try fail, there is one next try for all of them.
+    /// Records a failed write to the backing, and returns the failure with the time of the next attempt. A write that
+    /// fails before that time belongs to the same attempt, so only the first failure plans the next one.
     pub(crate) fn record_failure(&mut self, errno: Errno, now: Instant) -> RecordedFailure {
-        // A write that fails before the time of the next try belongs to the same try. Its error is reported to a
-        // program again.
-        let is_first_of_try = !self.waits_for_retry(now);
+        let is_same_attempt = self.waits_for_retry(now);
         let last_failure = self.failure();
-        let failure = match last_failure {
-            Some(same_try) if !is_first_of_try => Failure {
-                errno,
-                is_reported: false,
-                ..same_try
-            },
+        let (tries, retry_at) = match last_failure {
+            Some(last) if is_same_attempt => (last.tries, last.retry_at),
             _ => {
-                let tries = last_failure.map_or(0, |failure| failure.tries) + 1;
-                Failure {
-                    errno,
-                    is_reported: false,
-                    tries,
-                    retry_at: now + RETRY.after(tries),
-                }
+                let tries = last_failure.map_or(0, |last| last.tries) + 1;
+                (tries, now + RETRY.after(tries))
             }
+        };
+        let failure = Failure {
+            errno,
+            // A program gets this error too, even if it got the error of an earlier write of the attempt.
+            is_reported: false,
+            tries,
+            retry_at,
         };
         self.failure = Some(Box::new(failure));
         RecordedFailure {
             failure,
-            is_first_of_try,
+            must_plan_attempt: !is_same_attempt,
         }
     }
 
@@ -343,15 +339,15 @@ mod tests {
         let mut drain = DrainState::default();
         let now = Instant::now();
         let first = drain.record_failure(Errno::IO, now);
-        assert!(first.is_first_of_try);
+        assert!(first.must_plan_attempt);
         let second = drain.record_failure(Errno::NOSPC, now);
-        assert!(!second.is_first_of_try);
+        assert!(!second.must_plan_attempt);
         assert_eq!(second.failure.errno, Errno::NOSPC);
         let retry_at = first.failure.retry_at;
         assert_eq!(second.failure.tries, 1);
         assert_eq!(second.failure.retry_at, retry_at);
         let third = drain.record_failure(Errno::IO, retry_at);
-        assert!(third.is_first_of_try);
+        assert!(third.must_plan_attempt);
         assert_eq!(third.failure.tries, 2);
         assert!(third.failure.retry_at > retry_at);
     }

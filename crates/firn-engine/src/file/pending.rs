@@ -224,37 +224,40 @@ impl Pending {
         let range = offset..offset + extent.len;
         self.extents
             .remove(range, &mut |_, known| known.piece == extent.piece);
-        self.count_bytes_not_pending(arena, extent.piece, extent.len);
+        self.end_pending_bytes(arena, extent.piece, extent.len);
     }
 
     /// Records that `bytes` of a piece are not pending any more, and frees them in the slab.
     fn free_bytes(&mut self, arena: &Arena, piece: PieceRef, bytes: u64) {
-        self.count_bytes_not_pending(arena, piece, bytes);
+        self.end_pending_bytes(arena, piece, bytes);
         arena.release_bytes(piece.slab, bytes);
     }
 
-    /// Records that `bytes` of a piece (a recorded append) are not pending any more. A piece without pending bytes
-    /// dies: a recovery ignores its record. A piece of which only some bytes are pending is *partial*.
-    ///
-    /// The slab (the part of the arena with the piece) still counts the bytes as used.
-    fn count_bytes_not_pending(&mut self, arena: &Arena, piece: PieceRef, bytes: u64) {
-        let used = self
+    /// Records that `bytes` of a piece (a recorded append) are not pending any more. If none of its bytes is pending
+    /// now, the piece dies: a recovery ignores its record. The bytes remain in use in the slab of the piece.
+    fn end_pending_bytes(&mut self, arena: &Arena, piece: PieceRef, bytes: u64) {
+        let piece_use = self
             .pieces
             .get_mut(&piece)
             .expect("an extent's piece is known");
-        let was_partial = used.is_partial();
-        used.live -= bytes;
-        let is_dead = used.live == 0;
-        // A dead piece does not count as partial.
+        let was_partial = piece_use.is_partial();
+        piece_use.live -= bytes;
+        let is_dead = piece_use.live == 0;
+        // A piece is partial if some of its bytes are pending and some are not. So a dead piece is not partial.
         if !was_partial && !is_dead {
             self.partial += 1;
         } else if was_partial && is_dead {
             self.partial -= 1;
         }
         self.bytes -= bytes;
-        if !is_dead {
-            return;
+        if is_dead {
+            self.remove_dead_piece(arena, piece);
         }
+    }
+
+    /// Removes a piece without pending bytes, and marks its record as dead. Stores the time of the last write in
+    /// another piece if this record may be the only one with that time.
+    fn remove_dead_piece(&mut self, arena: &Arena, piece: PieceRef) {
         self.pieces.remove(&piece);
         if self.tail == Some(piece) {
             self.tail = None;
@@ -310,7 +313,7 @@ impl Pending {
         self.drained_ranges
     }
 
-    pub(crate) fn add_drained_range(&mut self) {
+    pub(crate) fn count_drained_range(&mut self) {
         self.drained_ranges += 1;
     }
 
@@ -323,8 +326,8 @@ impl Pending {
         self.tail == Some(piece)
     }
 
-    /// Makes the next write begin a new piece, because a cut uses the sequence of the last piece.
-    pub(crate) fn end_tail(&mut self) {
+    /// Makes the next write begin a new piece with a later sequence, even if it continues the last one.
+    pub(crate) fn stop_extending_last_piece(&mut self) {
         self.tail = None;
     }
 
@@ -360,25 +363,27 @@ impl Pending {
         self.mtime = Some(Time::from_ns(shown_ns));
     }
 
-    /// Records that a client process with direct access to the arena changed bytes at the time `modified` (in
-    /// nanoseconds), which it has stored in its piece record. An impossible time counts as now.
+    /// Records that a client process with direct access to the arena changed bytes at the time `modified_ns`, which it
+    /// has stored in its piece record. An impossible time counts as now.
     ///
-    /// Returns false if `modified` is impossible or earlier than the last write. The caller must then store
-    /// [`Pending::recorded_ns`] in the piece record. An earlier time need not be an error: each write within one clock
-    /// tick gets a slightly later time, and a client that begins its next slab may not know the latest of them.
-    pub(crate) fn record_client_write(&mut self, modified: u64) -> bool {
-        let is_impossible = modified == 0
-            || modified > latest_ns()
-            || modified.saturating_add(FUTURE_NS_MAX) < self.recorded_ns;
+    /// Returns whether the record may keep this time. If not, because the time is impossible or earlier than the last
+    /// write, the caller must store [`Pending::recorded_ns`] in the record.
+    pub(crate) fn record_client_write(&mut self, modified_ns: u64) -> bool {
+        let is_impossible = modified_ns == 0
+            || modified_ns > latest_ns()
+            || modified_ns.saturating_add(FUTURE_NS_MAX) < self.recorded_ns;
         if is_impossible {
             self.record_write();
             return false;
         }
-        let is_too_early = modified < self.recorded_ns;
+        // Each write within one clock tick gets a later time than the one before. A client that begins its next slab
+        // may not know the latest of these times, so an earlier time is no error.
+        let is_too_early = modified_ns < self.recorded_ns;
         self.recorded_ns = if is_too_early {
+            // As for any other write within the tick: the smallest later time.
             self.recorded_ns.saturating_add(1)
         } else {
-            modified
+            modified_ns
         };
         self.mtime = Some(Time::from_ns(self.recorded_ns));
         !is_too_early

@@ -10,12 +10,13 @@ use firn_arena::{Lease, NewPiece};
 use firn_backing::{Backing, Errno};
 use firn_format::memory_file::MEMORY_FILE_SLOTS_MAX;
 
-use super::{ChunkSource, SettleStep, SettleTask, Waker};
+use super::{ChunkSource, SettleStep, SettleTask};
 use crate::counters::Decision;
 use crate::extents::Extent;
 use crate::file::{File, FileState};
 use crate::options::DrainPolicy;
 use crate::space::Room;
+use crate::spill::Waker;
 
 /// Divisor of the number of slots (places for one chunk in memory): this fraction of the slots remains free for
 /// writers.
@@ -55,7 +56,7 @@ impl<B: Backing> Room<B> {
 
     /// Plans to settle a file (to copy it into a memory file), if it is large enough and has no writer. The caller must
     /// not have the file's lock.
-    pub(crate) fn queue_for_settling(&self, file: &Arc<File<B>>) {
+    pub(crate) fn queue_for_memory_file(&self, file: &Arc<File<B>>) {
         if !self.settles() {
             return;
         }
@@ -73,8 +74,9 @@ impl<B: Backing> Room<B> {
         self.settle.wake();
     }
 
-    /// Copies the next chunk of a large closed file into a memory file (in which the kernel can read the whole file),
-    /// or begins the next file. Returns how long there is no work if no file can be copied now.
+    /// Copies the next chunk of a large closed file into a memory file, from which the kernel can read the whole file.
+    /// If no file is being copied, begins the next one. If no file can be copied now, the result says when to call
+    /// again.
     pub fn settle_step(&self) -> SettleStep {
         let task = self.settle.task.lock().take();
         let Some(mut task) = task.or_else(|| self.start_next_task()) else {
@@ -95,6 +97,7 @@ impl<B: Backing> Room<B> {
                     *self.settle.task.lock() = Some(task);
                 }
             }
+            // The file changed or is in use, so its copy is given up.
             Ok(CopyResult::FileBusy) => self.base.arena.end_memory_file(&task.memory),
             Ok(CopyResult::NoRoom) => {
                 // The same chunk is tried again in a later step.
@@ -152,7 +155,7 @@ impl<B: Backing> Room<B> {
         let (bytes, changes) = {
             let state = file.lock();
             let bytes = state.contiguous_bytes();
-            if !state.can_be_settled() || state.memory_file(&self.base.arena, bytes).is_some() {
+            if !state.can_be_copied() || state.memory_file(&self.base.arena, bytes).is_some() {
                 return None;
             }
             (bytes, state.changes)
@@ -163,19 +166,21 @@ impl<B: Backing> Room<B> {
         {
             return None;
         }
-        match self.base.arena.begin_memory_file(slots as u32) {
-            Ok(memory) => Some(SettleTask {
-                file,
-                memory: memory?,
-                changes,
-                bytes,
-                next_chunk: 0,
-            }),
+        let memory = match self.base.arena.begin_memory_file(slots as u32) {
+            Ok(Some(memory)) => memory,
+            Ok(None) => return None,
             Err(errno) => {
                 tracing::info!(%errno, "cannot make memory that programs read directly");
-                None
+                return None;
             }
-        }
+        };
+        Some(SettleTask {
+            file,
+            memory,
+            changes,
+            bytes,
+            next_chunk: 0,
+        })
     }
 
     /// Copies the next chunk of a file. The copy runs without the file's lock, from pinned slabs.
@@ -192,7 +197,7 @@ impl<B: Backing> Room<B> {
         let Some(lease) = copied? else {
             return Ok(CopyResult::NoRoom);
         };
-        Ok(self.replace_by_copy(task, &source, lease, range))
+        Ok(self.switch_to_copy(task, &source, lease, range))
     }
 
     /// Copies one chunk of a file, from file offset `start` on, to its place (a slot) in the memory file. The caller
@@ -224,7 +229,7 @@ impl<B: Backing> Room<B> {
     /// not in memory. The caller unpins them.
     fn pin_source(&self, task: &SettleTask<B>, range: Range<u64>) -> Option<ChunkSource> {
         let state = task.file.lock();
-        if state.changes != task.changes || !state.can_be_settled() {
+        if state.changes != task.changes || !state.can_be_copied() {
             return None;
         }
         let source = state.chunk_source(range)?;
@@ -254,7 +259,7 @@ impl<B: Backing> Room<B> {
 
     /// Replaces bytes of a file in the arena by their copy in the memory file, from which they are read from now on.
     /// Returns `FileBusy` if the file was changed since the copy. `lease` is the right to fill the place of the copy.
-    fn replace_by_copy(
+    fn switch_to_copy(
         &self,
         task: &SettleTask<B>,
         source: &ChunkSource,
@@ -263,22 +268,22 @@ impl<B: Backing> Room<B> {
     ) -> CopyResult {
         let arena = &self.base.arena;
         let mut state = task.file.lock();
-        let is_as_copied = state.changes == task.changes
-            && state.can_be_settled()
+        let is_unchanged = state.changes == task.changes
+            && state.can_be_copied()
             && state.chunk_source(range.clone()).as_ref() == Some(source);
-        if is_as_copied {
+        if is_unchanged {
             // Only pending bytes need a record, from which a recovery restores them.
             if source.is_pending {
-                self.publish_settled(&mut state, &mut lease, range.clone());
+                self.publish_pending_copy(&mut state, &mut lease, range.clone());
             } else {
-                self.cache_settled(&mut state, &lease, range.clone());
+                self.cache_copy(&mut state, &lease, range.clone());
             }
             state.check();
         }
-        // The file's bytes have their new place, so the rest needs no lock.
+        // The seal and the counter below need no lock of the file.
         drop(state);
         arena.seal_slab(lease);
-        if !is_as_copied {
+        if !is_unchanged {
             return CopyResult::FileBusy;
         }
         let bytes = range.end - range.start;
@@ -290,7 +295,7 @@ impl<B: Backing> Room<B> {
 
     /// Replaces pending bytes of a file by their copy in the memory file. The copy becomes a new piece (a recorded
     /// append), so that a recovery finds it; the older pieces die afterwards.
-    fn publish_settled(&self, state: &mut FileState<B>, lease: &mut Lease, range: Range<u64>) {
+    fn publish_pending_copy(&self, state: &mut FileState<B>, lease: &mut Lease, range: Range<u64>) {
         let arena = &self.base.arena;
         let file_id = state.pending.file_id().expect("it has pending bytes");
         let len = range.end - range.start;
@@ -317,11 +322,11 @@ impl<B: Backing> Room<B> {
         };
         state.pending.insert(arena, range.start, extent);
         // No write made this piece, so the next write must begin a new piece.
-        state.pending.end_tail();
+        state.pending.stop_extending_last_piece();
     }
 
     /// Replaces the cached extents of a chunk by the copy, which needs no piece record.
-    fn cache_settled(&self, state: &mut FileState<B>, lease: &Lease, range: Range<u64>) {
+    fn cache_copy(&self, state: &mut FileState<B>, lease: &Lease, range: Range<u64>) {
         let arena = &self.base.arena;
         let len = range.end - range.start;
         let extent = Extent {

@@ -28,16 +28,14 @@ struct DrainChoice<B: Backing> {
 }
 
 impl<B: Backing> Room<B> {
-    /// Leases a slab (a part of the arena that one writer fills) for the next bytes of a handle. The first slabs of a
-    /// file are small, so that many small files fit; a large file gets whole chunks. If the arena has no space, begins
-    /// to reclaim space and returns `None`.
+    /// Leases a slab (a part of the arena that one writer fills) for the next `len` bytes of a handle. If the arena has
+    /// no space, begins to make space and returns `None`. The lock of `lease_slot` is released meanwhile.
     ///
-    /// The handle's lease is not locked during the eviction of files: a drop of the last reference to a file closes its
-    /// descriptor, and the close may wait for a server.
+    /// The first slabs of a file are small, so that many small files fit. A large file gets whole chunks.
     pub(crate) fn lease_for(
         &self,
         handle: &Handle<B>,
-        slot: &mut LeaseSlot<'_>,
+        lease_slot: &mut LeaseSlot<'_>,
         len: u64,
     ) -> Option<Lease> {
         let expected_bytes = handle.written_bytes.load(Ordering::Relaxed) + len;
@@ -49,11 +47,12 @@ impl<B: Backing> Room<B> {
             return Some(parked_lease);
         }
         let lease = self.base.arena.lease_slab(class).or_else(|| {
-            slot.unlocked(|| self.evict_for(class));
+            // An eviction may close a file of the backing, which may wait for a server. So the lock is released.
+            lease_slot.unlocked(|| self.evict_for(class));
             self.base.arena.lease_slab(class)
         });
         if lease.is_none() {
-            slot.unlocked(|| self.reclaim());
+            lease_slot.unlocked(|| self.reclaim());
         }
         lease
     }
@@ -83,6 +82,7 @@ impl<B: Backing> Room<B> {
     /// If space in the arena was freed, calls back the writers that wait for it. Otherwise begins to make space for
     /// them. Called with no lock held.
     pub(crate) fn wake_writers(&self) {
+        // There is a further round only if space was freed during the reclaim.
         loop {
             if self.space.waiters.take_freed() {
                 for waiter in self.space.waiters.take_all() {
@@ -94,7 +94,6 @@ impl<B: Backing> Room<B> {
                 return;
             }
             self.reclaim();
-            // If the reclaim has freed unused slabs itself, the writers are called in the next round.
             if !self.space.waiters.has_freed() {
                 return;
             }
@@ -114,7 +113,10 @@ impl<B: Backing> Room<B> {
         }
         let waiters = self.space.waiters.take_all();
         if !waiters.is_empty() {
-            self.base.counters.drain_decisions.count(Decision::GivenUp);
+            self.base
+                .counters
+                .drain_decisions
+                .count(Decision::WritersFailed);
             tracing::debug!(%errno, writers = waiters.len(), "drain: given up; writes that wait for room fail");
         }
         for waiter in waiters {
@@ -122,9 +124,9 @@ impl<B: Backing> Room<B> {
         }
     }
 
-    /// Makes space in the arena: frees unused slabs (parts of the arena), and requests a drain of the file with the
-    /// most pending bytes. Does nothing while a drain is under way, because it will make space. If no file can be
-    /// drained, waiting writers get the error of the last failure.
+    /// Begins to make space in the arena: frees unused slabs (parts of the arena), and requests a drain of the file
+    /// with the most pending bytes. If no file can be drained and there is no space, waiting writers get the error of
+    /// the last failed drain. While a drain is under way, does nothing, because that drain makes space.
     pub(crate) fn reclaim(&self) {
         if self.drain.is_busy() {
             return;
@@ -134,18 +136,26 @@ impl<B: Backing> Room<B> {
         if self.base.options.drain == DrainPolicy::Demand {
             return self.reclaim_on_demand();
         }
-        let choice = self.choose_file_to_drain();
+        let DrainChoice {
+            largest,
+            last_error,
+        } = self.choose_file_to_drain();
         // A slab that a writer may still fill is not freed by a drain of its bytes.
-        self.seal_leases_of(choice.largest.as_ref());
-        if let Some(file) = choice.largest {
-            let mut state = file.lock();
-            self.drain.force(&file, &mut state);
-        } else if !self.space.waiters.has_freed()
-            && !self.space.schedule_wake_if_room(&self.base.arena)
-        {
-            // No file can be drained now: each file with held data waits for its retry.
-            self.fail_waiting_writers(choice.last_error.unwrap_or(Errno::NOSPC));
-        }
+        self.seal_leases_of(largest.as_ref());
+        let Some(file) = largest else {
+            // No file can be drained: each file with pending bytes waits for its retry.
+            if !self.has_room_for_waiters() {
+                self.fail_waiting_writers(last_error.unwrap_or(Errno::NOSPC));
+            }
+            return;
+        };
+        let mut state = file.lock();
+        self.drain.force(&file, &mut state);
+    }
+
+    /// Returns whether space was freed or there is space now. In both cases, waiting writers are called back soon.
+    fn has_room_for_waiters(&self) -> bool {
+        self.space.waiters.has_freed() || self.space.schedule_wake_if_room(&self.base.arena)
     }
 
     /// Chooses the file with the most pending bytes (not in the backing yet), of those that can be drained now.
@@ -194,7 +204,7 @@ impl<B: Backing> Room<B> {
     fn reclaim_on_demand(&self) {
         self.seal_leases_of(None);
         self.evict_for(Class::Small);
-        if !self.space.waiters.has_freed() && !self.space.schedule_wake_if_room(&self.base.arena) {
+        if !self.has_room_for_waiters() {
             self.fail_waiting_writers(Errno::NOSPC);
         }
     }

@@ -31,8 +31,8 @@ impl<B: Backing> Room<B> {
         slots.min(count - 1)
     }
 
-    /// Moves a chunk (a unit of the arena's memory) to the spill file on a local disk if memory is short. Returns how
-    /// long there is no work if no chunk moves now.
+    /// Moves a chunk (a unit of the arena's memory) to the spill file on a local disk if memory is short. If no chunk
+    /// can move now, the result says when to call again.
     pub fn spill_step(&self) -> SpillStep {
         // The mount has no spill file.
         if self.base.arena.spill_figures().is_none() {
@@ -41,8 +41,8 @@ impl<B: Backing> Room<B> {
         let upper = self.slots_at(self.base.options.spill_upper_percent);
         let lower = self.slots_at(self.base.options.spill_lower_percent);
         let used = self.base.arena.memory_used();
-        if let Err(result) = self.spill.begin_step(used, upper, lower) {
-            return result;
+        if let Some(step) = self.spill.step_without_move(used, upper, lower) {
+            return step;
         }
         // Cached bytes are also in the backing, so they are evicted instead of moved.
         if self.evict_until(&|| self.base.arena.memory_used() <= lower) {
@@ -64,9 +64,9 @@ impl<B: Backing> Room<B> {
             }
             Ok(SpillOutcome::Nothing) => {
                 let is_memory_full = used == self.base.arena.geometry().chunk_count;
-                // A chunk that a writer may still fill cannot move. The seal ends that.
+                // A chunk cannot move while a writer may still fill it. The seal of its leases lets it move.
                 if is_memory_full && self.seal_for_spill() {
-                    // No memory is free yet, so no writer is woken.
+                    // The next step moves such a chunk. No memory is free yet, so no writer is woken.
                     return SpillStep::More;
                 }
                 SpillStep::IDLE

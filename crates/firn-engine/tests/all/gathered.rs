@@ -97,7 +97,7 @@ fn pieces_that_are_apart_are_one_job_where_the_backing_gathers_them() {
         while let Some(job) = pick(&world) {
             spans.push(job.span());
             let outcome = job.execute(&world.engine);
-            assert_eq!((outcome.written, outcome.error), (job.len(), None));
+            assert_eq!((outcome.written_bytes, outcome.error), (job.len(), None));
             world.engine.drainer.complete(job, outcome);
         }
         if gathers {
@@ -146,7 +146,7 @@ fn of_a_job_that_fails_the_parts_before_the_failure_are_drained() {
     let job = pick(&world).expect("a job");
     let outcome = job.execute(&world.engine);
     assert_eq!(outcome.error, Some(Errno::NOSPC));
-    assert_eq!(outcome.written, WRITTEN * PIECE_BYTES as u64);
+    assert_eq!(outcome.written_bytes, WRITTEN * PIECE_BYTES as u64);
     world.engine.drainer.complete(job, outcome);
     let held = (PIECES - WRITTEN) * PIECE_BYTES as u64;
     assert_eq!(world.engine.figures().held_bytes, held);
