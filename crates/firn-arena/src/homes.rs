@@ -6,13 +6,15 @@
 //!   on a local disk for bytes that no longer fit into memory.
 //! * A *chunk* is the unit in which the arena is allocated. Its data is in one *slot*, of memory or of the spill file.
 //! * The *home* of a chunk is that slot. A *move* copies the data to another slot.
-//! * A thread is *inside* a chunk from [`ChunkHomes::enter`] to [`ChunkHomes::leave`].
-//! * A chunk is *held* from [`ChunkHomes::hold`] to [`ChunkHomes::end_hold`].
+//! * A thread is *inside* a chunk from [`ChunkHomes::enter`] to [`ChunkHomes::leave`], while it uses the bytes. This
+//!   takes little time, and a move waits for it.
+//! * A *hold* is such a use without a time limit, from [`ChunkHomes::hold`] to [`ChunkHomes::end_hold`]. A move does not
+//!   wait for it, but takes another chunk.
 //!
 //! Promise: a chunk keeps its home while a thread is inside or holds it.
 //!
-//! Each chunk has one guard word in firnd's memory: two flags and the count of threads inside. A move goes through
-//! three states
+//! The *gate* of a chunk is its guard word in firnd's memory: two flags and the count of threads inside. A move goes
+//! through three states:
 //! * it sets COPYING and copies the bytes: readers still enter and leave, threads that change bytes are refused;
 //! * it sets CLOSED and waits until no thread is inside: threads that want to enter wait, for at most
 //!   [`CLOSE_TIMEOUT`];
@@ -39,9 +41,11 @@ const INSIDE_MASK: u32 = COPYING - 1;
 /// take longer: then the move is abandoned, and the chunk moves later.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(2);
 
-/// Home word of a chunk that is free or whose home is unknown.
+/// Value of [`ChunkGate::home`] for a chunk that is free or whose home is unknown.
+///
+/// The values here are not those of [`Home::to_word`], which are for the arena's file: 64 bits, with a checksum.
 const NO_HOME: u32 = u32::MAX;
-/// Flag of a home word: the slot is one of the spill file.
+/// Flag of [`ChunkGate::home`]: the slot is one of the spill file.
 const IN_SPILL: u32 = 1 << 31;
 
 /// The home of one chunk and its gate.
@@ -50,7 +54,7 @@ struct ChunkGate {
     home: AtomicU32,
     /// Two flags and the count of threads inside.
     guard: AtomicU32,
-    /// Number of uses without a time limit. Each of them also counts as a thread inside.
+    /// Number of holds: uses without a time limit. Each of them also counts as a thread inside.
     held: AtomicU32,
 }
 
@@ -158,11 +162,11 @@ impl ChunkHomes {
             .is_ok()
     }
 
-    /// Makes threads wait that want to use the bytes of a chunk, a unit of memory, after these were copied to another
-    /// place. Waits until no thread is inside, that is, uses the bytes.
+    /// Closes the gate of a chunk whose bytes were copied to another slot: from now on, threads that want to enter wait.
+    /// Then waits until all threads inside have left.
     ///
-    /// Returns false after [`CLOSE_TIMEOUT`]; the caller then keeps the old home, the old place of the bytes. In both
-    /// cases [`ChunkHomes::open_gate`] follows.
+    /// Returns false if that takes longer than [`CLOSE_TIMEOUT`]; the chunk then keeps its old slot. In both cases the
+    /// caller ends the move with [`ChunkHomes::open_gate`].
     pub(crate) fn close_gate(&self, chunk: u32) -> bool {
         let guard_before = self.guard(chunk).fetch_or(CLOSED, Ordering::AcqRel);
         debug_assert_eq!(
@@ -192,11 +196,14 @@ impl ChunkHomes {
     }
 }
 
-/// Reads the home of each chunk (unit of allocation) in use, the slot that has its data, for an attach or a check. The
-/// index in the result is the chunk. A chunk that is free or damaged has none.
+/// Returns the home of each chunk, the slot that has its data, for an attach or a check. The index in the result is the
+/// chunk. A chunk that is free or damaged has none.
 ///
 /// A home word that is not valid is damage. Two chunks that name the same slot are both damaged, because it is unknown
 /// which of them owns the slot.
+///
+/// During a check, firnd may use the arena. So a chunk that looks damaged is read again: it may have been freed or
+/// moved after the first read.
 pub(crate) fn read_homes(tables: &Tables, damage: &mut Vec<Damage>) -> Vec<Option<Home>> {
     let geometry = tables.geometry();
     let read_word = |chunk| tables.home(chunk).load(Ordering::Acquire);
@@ -209,7 +216,7 @@ pub(crate) fn read_homes(tables: &Tables, damage: &mut Vec<Damage>) -> Vec<Optio
         }
         let word = read_word(chunk);
         let Some(home) = decode_home(word, chunk, geometry) else {
-            // A check may run while firnd uses the arena: the chunk was perhaps freed between the reads.
+            // Not damaged if it has been freed since.
             if is_in_use(chunk) && read_word(chunk) == word {
                 damage.push(Damage::HomeWord { chunk, word });
             }
@@ -219,7 +226,7 @@ pub(crate) fn read_homes(tables: &Tables, damage: &mut Vec<Damage>) -> Vec<Optio
         let Some(earlier_chunk) = chunk_by_home.insert(home, chunk) else {
             continue;
         };
-        // For the same reason the earlier chunk is read again: it perhaps has another home now.
+        // Not damaged if the earlier chunk has been freed or moved since: then its slot was free for this chunk.
         let has_same_home = is_in_use(earlier_chunk)
             && Home::from_word(read_word(earlier_chunk), earlier_chunk) == Some(home);
         if has_same_home {

@@ -17,11 +17,10 @@ pub trait Medium: Send {
     /// Allocates memory for a range, which may be written only after that. Returns false, and changes nothing, if there
     /// is no memory.
     fn reserve(&mut self, offset: usize, len: usize) -> bool;
-    /// Frees the memory of a range, which reads as zeros from now on. After a crash during the call, perhaps only a
-    /// first part of the range reads as zeros.
+    /// Frees the memory of a range, which reads as zeros from now on. A crash during the call may zero only a first part
+    /// of the range.
     fn release(&mut self, offset: usize, len: usize);
-    /// Returns the number of bytes up to the last one that was stored in a range, or more. All bytes after them are
-    /// zero.
+    /// Returns a length after which all bytes of the range are zero: the end of the last stored data, or more.
     fn used(&self, offset: usize, len: usize) -> usize;
 }
 
@@ -51,6 +50,7 @@ impl Medium for Memory {
     }
 
     fn used(&self, _offset: usize, len: usize) -> usize {
+        // An upper bound is enough.
         len
     }
 }
