@@ -106,9 +106,11 @@ const SET_ID_BITS: u32 = libc::S_ISUID | libc::S_ISGID;
 /// The bits of a mode without the file type: permissions, set-id bits and sticky bit.
 pub(super) const MODE_BITS: u32 = 0o7777;
 
-/// Creates an object so that it belongs to `caller`, if this process is root: first with the caller's ids, and if that
-/// is denied, as root with a change of the owner. If the owner cannot be set, the object is removed, and the error is
-/// returned.
+/// Creates an object so that it belongs to `caller`. If this process is not root, the object belongs to this process
+/// instead.
+///
+/// As root: creates it with the caller's ids, and if that is denied, as root with a change of the owner. If the owner
+/// cannot be set, removes the object and returns the error.
 pub(super) fn create_for_caller<T>(
     caller: &Caller,
     mode: u32,
@@ -128,9 +130,9 @@ pub(super) fn create_for_caller<T>(
     }
     // Set-id bits are added only after the change of owner, so that at no time a set-id file of root exists.
     let (object, attr) = (steps.create)(mode & !SET_ID_BITS)?;
-    let result = parent_is_setgid().and_then(|is_setgid| {
+    let result = parent_is_setgid().and_then(|takes_group_of_parent| {
         // A group that the parent's setgid bit or the mount option `grpid` has chosen is not changed.
-        let has_default_group = !is_setgid && attr.gid == gid;
+        let has_default_group = !takes_group_of_parent && attr.gid == gid;
         let set_id_bits = mode & SET_ID_BITS;
         let owner = NewOwner {
             uid: caller.uid,
@@ -162,8 +164,9 @@ fn create_with_ids_of_caller<T>(
         Err(Errno::ACCESS) => return None,
         Err(errno) => return Some(Err(errno)),
     };
-    let has_lost_setgid = mode & libc::S_ISGID & !attr.mode != 0;
-    if !has_lost_setgid {
+    let wants_setgid = mode & libc::S_ISGID != 0;
+    let has_setgid = attr.mode & libc::S_ISGID != 0;
+    if !wants_setgid || has_setgid {
         return Some(Ok((object, attr)));
     }
     // The kernel removes the setgid bit if the thread is not in the file's group. At the mount the kernel has already
