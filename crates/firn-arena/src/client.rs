@@ -131,7 +131,7 @@ impl Arena {
         crash_point();
         // The process is stored before the writer word: if firnd dies, the next firnd finds a writer word, and looks
         // whether this process is alive.
-        self.tables.holder(slab).store(pid, Ordering::Relaxed);
+        self.tables.client_pid(slab).store(pid, Ordering::Relaxed);
         self.tables
             .writer(slab)
             .store(writer_idle(slab_lease.generation()), Ordering::Release);

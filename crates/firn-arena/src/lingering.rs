@@ -155,7 +155,7 @@ fn revoke_slab(tables: &Tables, slab: SlabRef, class: Class) -> Option<Lingering
     void_records_beyond_offset_max(tables, slab, class, generation);
     let was_idle = try_clear_writer_word(tables, slab, generation);
     void_records_beyond_offset_max(tables, slab, class, generation);
-    let pid = tables.holder(slab).load(Ordering::Acquire);
+    let pid = tables.client_pid(slab).load(Ordering::Acquire);
     if was_idle || !is_alive(pid) {
         writer.store(0, Ordering::Release);
         return None;

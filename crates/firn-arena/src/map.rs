@@ -384,7 +384,7 @@ impl Medium for JournalRegion {
         if punched.is_err() {
             // The file system makes no holes, so zeros are written instead. Bytes that were never written are zeros
             // already, so the write ends with the last used byte.
-            let used_len = self.used(position, len);
+            let used_len = self.data_len(position, len);
             self.map.write(offset, &vec![0; used_len]);
         }
         std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
@@ -392,7 +392,7 @@ impl Medium for JournalRegion {
 
     /// Returns the length of the range up to the end of its last data; all bytes after that are zero. Returns `len` if
     /// the file system cannot say where data is.
-    fn used(&self, position: usize, len: usize) -> usize {
+    fn data_len(&self, position: usize, len: usize) -> usize {
         let start = self.offset + position as u64;
         let end = self.offset + (position + len) as u64;
         // A file on tmpfs consists of ranges with data and holes. The loop steps over all of them.

@@ -705,11 +705,7 @@ impl Arena {
             })
             .and_then(|()| self.map.populate_huge(offset, bytes));
         if let Err(errno) = mapped {
-            // The location word still says that the slot is in the arena's file.
-            self.map.map_arena_file_at(offset, bytes)?;
-            // If this fails, the part keeps its memory, which is used when the part gets a slot.
-            let _ = free_memory(file.file(), file_offset, bytes);
-            self.pool.lock().restore_free_slot(slot);
+            self.undo_slot_move(slot, file, file_offset)?;
             return Err(errno);
         }
         let location = MemoryFileLocation {
@@ -727,6 +723,18 @@ impl Arena {
         self.memory_files.add_slot(file, index, slot);
         self.pool.lock().record_in_memory_file(slot);
         Ok(Some(slot))
+    }
+
+    /// Undoes a move of a slot to `file_offset` of a memory file that failed before the location word was stored: the
+    /// slot is in the arena's file again, and free. Fails if the arena's file cannot be mapped there.
+    fn undo_slot_move(&self, slot: u32, file: &MemoryFile, file_offset: u64) -> Result<(), Errno> {
+        let bytes = self.geometry.chunk_bytes;
+        let offset = self.geometry.slot_offset(slot);
+        self.map.map_arena_file_at(offset, bytes)?;
+        // If this fails, the part keeps its memory, which is used when the part gets a slot.
+        let _ = free_memory(file.file(), file_offset, bytes);
+        self.pool.lock().restore_free_slot(slot);
+        Ok(())
     }
 
     /// Makes a memory file at least `len` bytes long.

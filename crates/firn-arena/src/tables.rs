@@ -103,8 +103,8 @@ impl Tables {
     }
 
     /// Returns the word with the id of the client process that holds the slab's lease.
-    pub(crate) fn holder(&self, slab: SlabRef) -> &AtomicU32 {
-        self.map.u32(self.slab_word(slab, slab_word::HOLDER))
+    pub(crate) fn client_pid(&self, slab: SlabRef) -> &AtomicU32 {
+        self.map.u32(self.slab_word(slab, slab_word::CLIENT_PID))
     }
 
     /// Returns the offset of the word in which a client marks that it is storing bytes.

@@ -21,7 +21,7 @@ pub trait Medium: Send {
     /// of the range.
     fn release(&mut self, offset: usize, len: usize);
     /// Returns a length after which all bytes of the range are zero: the end of the last stored data, or more.
-    fn used(&self, offset: usize, len: usize) -> usize;
+    fn data_len(&self, offset: usize, len: usize) -> usize;
 }
 
 /// A region in ordinary memory, for tests and tools.
@@ -49,7 +49,7 @@ impl Medium for Memory {
         self.0[offset..offset + len].fill(0);
     }
 
-    fn used(&self, _offset: usize, len: usize) -> usize {
+    fn data_len(&self, _offset: usize, len: usize) -> usize {
         // An upper bound is enough.
         len
     }

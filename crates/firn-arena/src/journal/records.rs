@@ -265,7 +265,7 @@ fn find_newest_header<M: Medium>(medium: &M) -> Option<(usize, u64)> {
 fn read_half<M: Medium>(medium: &M, half: usize) -> Vec<u8> {
     let half_bytes = medium.len() / 2;
     let start = half * half_bytes;
-    let used_bytes = medium.used(start, half_bytes);
+    let used_bytes = medium.data_len(start, half_bytes);
     let mut bytes = vec![0u8; used_bytes.max(HALF_HEADER_BYTES.min(half_bytes))];
     medium.read(start, &mut bytes);
     bytes

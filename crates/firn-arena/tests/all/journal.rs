@@ -112,8 +112,8 @@ impl Medium for Recorder {
     fn release(&mut self, at: usize, len: usize) {
         self.memory.release(at, len);
     }
-    fn used(&self, at: usize, len: usize) -> usize {
-        self.memory.used(at, len)
+    fn data_len(&self, at: usize, len: usize) -> usize {
+        self.memory.data_len(at, len)
     }
 }
 
@@ -275,8 +275,8 @@ impl Medium for Counter {
     fn release(&mut self, at: usize, len: usize) {
         self.memory.release(at, len);
     }
-    fn used(&self, at: usize, len: usize) -> usize {
-        self.memory.used(at, len)
+    fn data_len(&self, at: usize, len: usize) -> usize {
+        self.memory.data_len(at, len)
     }
 }
 
