@@ -94,8 +94,8 @@ impl Arena {
     /// Does what [`Arena::attach`] does, on a machine with the NUMA nodes of `topology`: maps the existing arena at
     /// `path`, and rebuilds the state that is kept only in memory. Pages that exist stay on their node.
     ///
-    /// Returns the arena, its pieces (recorded ranges of files' bytes), and the damage that was found. Fails if the file
-    /// is not a valid arena of this user.
+    /// Returns the arena, its pieces (recorded ranges of files' bytes), and the damage that was found. Fails if the
+    /// file is not a valid arena of this user.
     pub fn attach_on(
         path: &Path,
         topology: &Topology,
@@ -108,8 +108,8 @@ impl Arena {
         let mut damage = Vec::new();
         let stored = scan_pieces(&arena.tables, &mut damage);
         arena.restore_sequence(&stored);
-        // The home of a chunk is the slot that has its data: in the arena's file, in a memory file or in the spill file.
-        // If a file is missing or too short, the pieces in it are reported as damage, and the attach goes on.
+        // The home of a chunk is the slot that has its data: in the arena's file, in a memory file or in the spill
+        // file. If a file is missing or too short, the pieces in it are reported as damage, and the attach goes on.
         let mut homes = read_homes(&arena.tables, &mut damage);
         let mut memory_file_slots =
             read_memory_file_slots(&arena.tables, &arena.memory_files, &arena.superblock.uuid);
@@ -159,11 +159,11 @@ impl Arena {
         classes
     }
 
-    /// Rebuilds the allocator's state. First all used chunks and their slots are taken off the free lists. Then each used
-    /// chunk is registered with its class and its used slabs.
+    /// Rebuilds the allocator's state. First all used chunks and their slots are taken off the free lists. Then each
+    /// used chunk is registered with its class and its used slabs.
     ///
-    /// `stored` has the pieces (recorded ranges of bytes) that the scan found, and `lingering` the clients that may still
-    /// store bytes. `homes` has the slot of each chunk.
+    /// `stored` has the pieces (recorded ranges of bytes) that the scan found, and `lingering` the clients that may
+    /// still store bytes. `homes` has the slot of each chunk.
     fn restore_allocation(
         &self,
         stored: &[StoredPiece],
@@ -194,8 +194,8 @@ impl Arena {
         self.restore_lingering_leases(&mut pool, stored, lingering);
     }
 
-    /// Keeps the slabs of lingering clients from being freed until these clients have stopped or died. Such a client may
-    /// still store bytes into its slab, although its lease is over.
+    /// Keeps the slabs of lingering clients from being freed until these clients have stopped or died. Such a client
+    /// may still store bytes into its slab, although its lease is over.
     ///
     /// Each one counts as a lease of its chunk in `pool`, as a lease in `self.uses`, and as a pin of its slab.
     fn restore_lingering_leases(
@@ -217,8 +217,8 @@ impl Arena {
         }
     }
 
-    /// Restores the table of every chunk, and returns the chunks in use. Clears all other chunks. Of a chunk in use, the
-    /// slabs in use are sealed and pinned, so that they are not freed yet; the others become free.
+    /// Restores the table of every chunk, and returns the chunks in use. Clears all other chunks. Of a chunk in use,
+    /// the slabs in use are sealed and pinned, so that they are not freed yet; the others become free.
     ///
     /// A slab is in use if it has a piece (a recorded range of bytes) or a lingering client.
     fn restore_chunks(

@@ -297,8 +297,9 @@ impl Arena {
         lease.accepted_count > 0 || !matches!(self.read_client_piece(lease, 0), Ok(None))
     }
 
-    /// Freezes the client's last record: it cannot grow any more, so the client's next bytes begin a new record. Accepts
-    /// all records published before, and passes their bytes to `sink`. Fails if a record breaks the rules of the lease.
+    /// Freezes the client's last record: it cannot grow any more, so the client's next bytes begin a new record.
+    /// Accepts all records published before, and passes their bytes to `sink`. Fails if a record breaks the rules of
+    /// the lease.
     ///
     /// The client publishes at the same time, so a record may follow between the accept and the freeze. Then that
     /// record is frozen in turn. The loop ends at the latest when all records of the lease are used.
@@ -377,8 +378,8 @@ impl Arena {
         sink: &mut dyn FnMut(AcceptedBytes),
     ) -> Result<(), InvalidRecord> {
         let generation = lease.slab_lease.generation();
-        // A client that obeys the rules can be faster at most once for each record. One that is faster more often breaks
-        // them.
+        // A client that obeys the rules can be faster at most once for each record. One that is faster more often
+        // breaks them.
         for _ in 0..=lease.record_count {
             self.freeze_client(lease, sink)?;
             if lease.accepted_count == lease.record_count {

@@ -87,7 +87,7 @@ impl Arena {
     }
 
     /// Creates an arena at `path` for the backing directory `identity`, on a machine with the NUMA nodes of `topology`.
-    /// Each node gets an equal part of the memory. The spill file is created at `spill_path`.
+    /// Each node gets an equal part of the memory. The spill file, if `geometry` has one, is created at `spill_path`.
     ///
     /// Fails if the name `path` exists. The name is given last, when the arena is complete. So a failed call leaves no
     /// part of an arena under it.

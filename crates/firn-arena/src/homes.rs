@@ -8,8 +8,8 @@
 //! * The *home* of a chunk is that slot. A *move* copies the data to another slot.
 //! * A thread is *inside* a chunk from [`ChunkHomes::enter`] to [`ChunkHomes::leave`], while it uses the bytes. This
 //!   takes little time, and a move waits for it.
-//! * A *hold* is such a use without a time limit, from [`ChunkHomes::hold`] to [`ChunkHomes::end_hold`]. A move does not
-//!   wait for it, but takes another chunk.
+//! * A *hold* is such a use without a time limit, from [`ChunkHomes::hold`] to [`ChunkHomes::end_hold`]. A move does
+//!   not wait for it, but takes another chunk.
 //!
 //! Promise: a chunk keeps its home while a thread is inside or holds it.
 //!
@@ -41,7 +41,7 @@ const INSIDE_MASK: u32 = COPYING - 1;
 /// take longer: then the move is abandoned, and the chunk moves later.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(2);
 
-/// Value of [`ChunkGate::home`] for a chunk that is free or whose home is unknown.
+/// Value of [`ChunkGate::home`] for a chunk that is free or has an unknown home.
 ///
 /// The values here are not those of [`Home::to_word`], which are for the arena's file: 64 bits, with a checksum.
 const NO_HOME: u32 = u32::MAX;
@@ -162,8 +162,8 @@ impl ChunkHomes {
             .is_ok()
     }
 
-    /// Closes the gate of a chunk whose bytes were copied to another slot: from now on, threads that want to enter wait.
-    /// Then waits until all threads inside have left.
+    /// Closes the gate of a chunk after its bytes were copied to another slot: from now on, threads that want to enter
+    /// wait. Then waits until all threads inside have left.
     ///
     /// Returns false if that takes longer than [`CLOSE_TIMEOUT`]; the chunk then keeps its old slot. In both cases the
     /// caller ends the move with [`ChunkHomes::open_gate`].

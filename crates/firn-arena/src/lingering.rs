@@ -168,8 +168,8 @@ fn revoke_slab(tables: &Tables, slab: SlabRef, class: Class) -> Option<Lingering
     })
 }
 
-/// Voids the records of a slab whose bytes end beyond the largest file offset: their seal becomes the poison seal, with
-/// which a record never counts. firnd would not have accepted them from the client. As pending bytes they could be
+/// Voids the records of a slab that describe bytes beyond the largest file offset: their seal becomes the poison seal,
+/// with which a record never counts. firnd would not have accepted them from the client. As pending bytes they could be
 /// neither written to the backing nor dropped.
 fn void_records_beyond_offset_max(tables: &Tables, slab: SlabRef, class: Class, generation: u64) {
     let bytes = tables.bytes_of(class, slab.slab);
@@ -204,7 +204,8 @@ fn poison_slab(tables: &Tables, slab: SlabRef, class: Class, generation: u64) {
     for record in tables.records_of(class, slab.slab) {
         let record_ref = PieceRef { slab, record };
         let seal = tables.seal(record_ref);
-        // Ends when the record is frozen or poisoned. A retry is needed only if the client publishes it at this instant.
+        // Ends when the record is frozen or poisoned. A retry is needed only if the client publishes it at this
+        // instant.
         loop {
             let seal_before = seal.load(Ordering::Acquire);
             let is_published = tables

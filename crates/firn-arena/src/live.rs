@@ -5,12 +5,13 @@
 //! the nodes that the kernel knows, open handles, requests under way, transactions and file locks.
 //!
 //! Terms
-//! * A *cell* is a record of fixed size. Its first word, the *seal*, is a checksum; a cell without a valid one is ignored.
+//! * A *cell* is a record of fixed size. Its first word, the *seal*, is a checksum; a cell without a valid one is
+//!   ignored.
 //! * A *node* is an object of the file system with its name. It has several cells if its name is long.
 //! * A *look-up* is a reference that the kernel has to a node. The kernel counts them, and returns them when it forgets
 //!   the node.
-//! * An *undone scope* is a directory or checkpoint whose transaction was aborted, because its firnd died. Further
-//!   entries say which processes were informed of the abort.
+//! * An *undone scope* is a directory or checkpoint with a transaction that was aborted, because its firnd died.
+//!   Further entries say which processes were informed of the abort.
 //!
 //! Promises
 //! * If firnd dies at any instant, [`LiveTable::open`] finds everything that was recorded. A node is found at each

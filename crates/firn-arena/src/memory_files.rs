@@ -114,7 +114,7 @@ impl MemoryFile {
         self.number
     }
 
-    /// Returns the slot whose bytes part `index` of the file has. Returns `None` if the part has no slot.
+    /// Returns the slot that has part `index` of the file as its memory. Returns `None` if the part has no slot.
     fn slot_of_part(&self, index: u16) -> Option<u32> {
         self.slots.lock().get(usize::from(index)).copied().flatten()
     }
@@ -470,11 +470,11 @@ fn open_location(
     })
 }
 
-/// Excludes the slots whose memory file is missing, or too short for the pieces (recorded ranges of bytes) in the slot:
-/// their data cannot be read.
+/// Excludes the slots of which the data cannot be read: the memory file is missing, or too short for the pieces
+/// (recorded ranges of bytes) in the slot.
 ///
 /// For each such slot with a chunk, `slots` gets the reason, `homes` loses the home of the chunk, and `damage` gets one
-/// entry. Also sets `has_chunk` in all `slots`.
+/// entry. Also sets `has_chunk` of each slot.
 pub(crate) fn exclude_unreadable_slots(
     slots: &mut [MemoryFileSlot],
     pieces: &[StoredPiece],
@@ -826,8 +826,8 @@ impl Arena {
             .filter(|location| !location.file.is_shared());
         if let Some(SlotLocation { file, index }) = &unshared_location {
             // The old memory is freed first, because the new memory may need it. Only in a file that no reader has open
-            // may this come first. After a crash here, the location word still names the file. The slot has no chunk, so
-            // its bytes do not matter.
+            // may this come first. After a crash here, the location word still names the file. The slot has no chunk,
+            // so its bytes do not matter.
             let _ = free_memory(file.file(), u64::from(*index) * bytes, bytes);
         }
         let mapped = self

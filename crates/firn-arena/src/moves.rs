@@ -241,8 +241,8 @@ impl Arena {
         offset.is_some()
     }
 
-    /// Fills `out` with pending bytes (not in the backing yet) of a slab. `position` counts from the start of the slab's
-    /// chunk. Fails if the bytes are in the spill file and cannot be read.
+    /// Fills `out` with pending bytes (not in the backing yet) of a slab. `position` counts from the start of the
+    /// slab's chunk. Fails if the bytes are in the spill file and cannot be read.
     pub fn copy_out(&self, slab: SlabRef, position: u32, out: &mut [u8]) -> Result<(), Errno> {
         self.homes.enter(slab.chunk);
         let result = match self.find_bytes(slab, position, out.len() as u32) {

@@ -14,7 +14,7 @@
 //! | free | it has no class and no slot |
 //! | in memory | its data is in a slot of memory |
 //! | resting | in memory, and none of its slabs is leased |
-//! | moving | a resting chunk whose data is being copied to the spill file |
+//! | moving | its data is being copied to the spill file, and none of its slabs is leased |
 //! | spilled | its data is in the spill file |
 //!
 //! | state of a slot of memory | meaning |
@@ -22,7 +22,7 @@
 //! | free | in the arena's file, without a chunk: a new chunk may get it |
 //! | used | a chunk has its data there, or has just moved from there |
 //! | idle | in a *memory file* (`memory_files`, all bytes of one large file in order), without a chunk |
-//! | stuck | idle, but the arena's file had no memory to take it back |
+//! | stuck | like idle, but the arena's file had no memory to take it back |
 //!
 //! Invariants
 //! * A chunk is free, or it has a class. A chunk that an attach found damaged may be neither.
@@ -293,8 +293,8 @@ impl Pool {
         free_slabs
     }
 
-    /// Asserts the invariants of a chunk in use. `listed_free_slabs` are the slabs of the chunk that a writer could get;
-    /// there are none while the chunk moves to the spill file.
+    /// Asserts the invariants of a chunk in use. `listed_free_slabs` are the slabs of the chunk that a writer could
+    /// get; there are none while the chunk moves to the spill file.
     fn assert_chunk(&self, chunk: usize, class: Class, listed_free_slabs: Vec<u32>) {
         let chunk_state = self.chunks[chunk];
         let move_of_chunk = self
@@ -726,8 +726,8 @@ impl Pool {
                 .all(|numa_node| numa_node.free_slots.is_empty())
     }
 
-    /// Leases an idle slot, which is memory of a memory file without a chunk. A free chunk gets the slot and becomes one
-    /// slab of the class `Whole`. Returns `None` if no chunk is free or `slot` is not idle.
+    /// Leases an idle slot, which is memory of a memory file without a chunk. A free chunk gets the slot and becomes
+    /// one slab of the class `Whole`. Returns `None` if no chunk is free or `slot` is not idle.
     pub(crate) fn lease_idle_slot(&mut self, slot: u32) -> Option<TakenSlab> {
         if self.free_chunks.is_empty() || !self.idle_slots.remove(&slot) {
             return None;
@@ -848,8 +848,8 @@ impl Pool {
     /// At attach: registers a chunk in use, with its class and its used slabs. `home` is the slot with its data, or
     /// `None` if damage has made that slot unknown.
     ///
-    /// Called after [`Pool::reserve_used`], which has taken the chunk and its slot off the free lists and counted both
-    /// as unusable. This call ends that count.
+    /// Called after [`Pool::reserve_used`], which has taken the chunk and its slot off the free lists. It has counted
+    /// the chunk, and a slot of memory, as unusable. This call ends that count.
     pub(crate) fn adopt_chunk(
         &mut self,
         chunk: u32,
@@ -863,7 +863,7 @@ impl Pool {
                 self.unusable_slots = self.unusable_slots.saturating_sub(1);
                 (false, numa_node_of(&self.geometry, &self.topology, slot))
             }
-            // Such a chunk is on no NUMA node, so the index is never used. A chunk whose slot is unknown counts as
+            // Such a chunk is on no NUMA node, so the index is never used. A chunk with an unknown slot counts as
             // spilled, so that no writer gets a slab of it.
             Some(Home::Spill(_)) | None => (true, 0),
         };
@@ -891,8 +891,8 @@ impl Pool {
     /// At attach: takes the chunks and slots (places for one chunk each) that are in use off the free lists, so that no
     /// writer gets them.
     ///
-    /// They count as unusable until [`Pool::adopt_chunk`] registers them. Those that it never registers are damaged, and
-    /// remain unusable.
+    /// They count as unusable until [`Pool::adopt_chunk`] registers them. Those that it never registers are damaged,
+    /// and remain unusable.
     pub(crate) fn reserve_used(
         &mut self,
         is_chunk_used: &dyn Fn(u32) -> bool,

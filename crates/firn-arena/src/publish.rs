@@ -128,12 +128,13 @@ impl Arena {
             .store(dead_seal(generation), Ordering::Release);
     }
 
-    /// Shortens a piece, a recorded range of a file's bytes, after its file was truncated. From now on the piece ends at
-    /// the offset `new_end` in the chunk. Does nothing if the piece is dead (without pending bytes) or if `new_end` is
-    /// not inside it.
+    /// Shortens a piece, a recorded range of a file's bytes, after its file was truncated. From now on the piece ends
+    /// at the offset `new_end` in the chunk. Does nothing if the piece is dead (without pending bytes) or if `new_end`
+    /// is not inside it.
     ///
     /// Needed above all for bytes in a memory file, which was truncated too: an attach reports a piece that ends beyond
-    /// the end of its memory file as damage. The length is in one word, so a crash leaves the old length or the new one.
+    /// the end of its memory file as damage. The length is in one word, so a crash leaves the old length or the new
+    /// one.
     pub fn shorten_piece(&self, piece_ref: PieceRef, new_end: u64) {
         let generation = self
             .tables

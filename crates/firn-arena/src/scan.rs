@@ -143,8 +143,8 @@ fn read_records(tables: &Tables, slab: SlabRef, class: Class, generation: u64) -
     records_read
 }
 
-/// Reports the pieces with bytes in slots that the spill file does not have: the file is missing, or too short. Adds one
-/// damage entry for each chunk with such pieces. `homes` has the slot of each chunk's data.
+/// Reports the pieces with bytes in slots that the spill file does not have: the file is missing, or too short. Adds
+/// one damage entry for each chunk with such pieces. `homes` has the slot of each chunk's data.
 pub(crate) fn report_missing_spill_slots(
     homes: &[Option<Home>],
     pieces: &[StoredPiece],

@@ -137,7 +137,7 @@ impl SpillFault {
     }
 }
 
-/// A spill file whose slots can be read.
+/// A spill file that can at least be read.
 pub(crate) struct OpenedSpillFile {
     pub(crate) file: SpillFile,
     /// Why no chunk may be moved to the file, if so.

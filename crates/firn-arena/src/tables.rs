@@ -4,8 +4,8 @@
 //! and each chunk has a table. A chunk is divided into *slabs*, each filled by one writer. A *piece* is a range of a
 //! file's bytes in a slab. The table has words for the chunk, for each slab and for each piece (its *record*).
 //!
-//! Promise: each word of a table has one accessor in this module, so each offset is computed in one place. The words are
-//! atomics. A caller that stores a word states the memory order that the store needs.
+//! Promise: each word of a table has one accessor in this module, so each offset is computed in one place. The words
+//! are atomics. A caller that stores a word states the memory order that the store needs.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -1,8 +1,8 @@
 //! The NUMA nodes of the machine: which CPUs are near which memory.
 //!
 //! The facts come from a directory laid out like /sys/devices/system/node (Documentation/ABI/stable/sysfs-devices-node
-//! of the kernel): `online`, `has_memory`, `nodeN/cpulist` and `nodeN/distance`. If any of them cannot be read or is not
-//! valid, the machine counts as one NUMA node.
+//! of the kernel): `online`, `has_memory`, `nodeN/cpulist` and `nodeN/distance`. If any of them cannot be read or is
+//! not valid, the machine counts as one NUMA node.
 //!
 //! Only nodes with memory are kept. Each has two numbers: its *index*, from 0 without gaps, which firnd uses, and its
 //! *id*, the kernel's number ([`Topology::id`]).

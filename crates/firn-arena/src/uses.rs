@@ -1,11 +1,12 @@
 //! Counts the uses of each slab. A *slab* is a part of shared memory that one writer fills. It can be leased to the
 //! next writer only when nothing uses it.
 //!
-//! The counter of a slab is the number of its *live* bytes (not yet in the backing directory), plus 2^40 for each *pin*.
-//! A pin is any other use:
+//! The counter of a slab is the number of its *live* bytes (not yet in the backing directory), plus 2^40 for each
+//! *pin*. A pin is any other use:
 //! * a lease, until it ends;
 //! * an I/O that reads the slab;
-//! * at attach, a slab whose pieces are not counted yet, or whose earlier client may still store bytes.
+//! * after an attach, pieces that are not counted yet;
+//! * a client that may still store bytes after its lease.
 //!
 //! Promise: only the caller that releases the last use of a slab learns that the slab became free.
 //!
@@ -19,8 +20,8 @@ use firn_format::geometry::Geometry;
 
 use crate::refs::SlabRef;
 
-/// What one use of a slab other than by live bytes adds to its counter. Larger than the bytes of any slab, so live bytes
-/// never look like a pin.
+/// What one use of a slab other than by live bytes adds to its counter. Larger than the bytes of any slab, so live
+/// bytes never look like a pin.
 pub(crate) const PIN: u64 = 1 << 40;
 
 /// The uses of all slabs, counted without a lock: live bytes, plus [`PIN`] for each other use.

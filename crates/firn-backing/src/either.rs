@@ -87,8 +87,9 @@ macro_rules! side {
     };
 }
 
-/// Does the same as `side!` for a call that returns something of one side. `$wrap` names the macro that turns the result
-/// into a type of both sides: `handle` for an inode, file or directory, `object` for an inode with its attributes.
+/// Does the same as `side!` for a call that returns something of one side. `$wrap` names the macro that turns the
+/// result into a type of both sides: `handle` for an inode, file or directory, `object` for an inode with its
+/// attributes.
 macro_rules! give {
     ($self:ident, $of:ident, |$side:ident| $call:expr, $wrap:ident) => {
         match ($self, $of) {

@@ -49,11 +49,12 @@ pub struct Features {
 /// the backing, chooses its next writes by them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Facts {
-    /// Lane (I/O server) that holds its data, one of [`Features::lane_count`]. A wrong lane costs time but does no harm.
+    /// Lane (I/O server) that holds its data, one of [`Features::lane_count`]. A wrong lane costs time but does no
+    /// harm.
     pub lane: LaneIndex,
-    /// Whether scattered writes are cheap: one [`Files::write_parts`](crate::Files::write_parts) of distant pieces costs
-    /// about as much as one of adjoining pieces. For a directory: whether this may hold for a file below it. A wrong
-    /// value does no harm.
+    /// Whether scattered writes are cheap: one [`Files::write_parts`](crate::Files::write_parts) of distant pieces
+    /// costs about as much as one of adjoining pieces. For a directory: whether this may hold for a file below it. A
+    /// wrong value does no harm.
     pub gathers: bool,
     /// Counter that grows each time this host learns that another host changed the bytes of the file while it was open
     /// here.

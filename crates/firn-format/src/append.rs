@@ -218,11 +218,11 @@ impl SlabCursor {
         Ok(record)
     }
 
-    /// Extends the last piece by `added` bytes, which the caller has stored directly after it. `modified` is the time of
-    /// the write.
+    /// Extends the last piece by `added` bytes, which the caller has stored directly after it. `modified` is the time
+    /// of the write.
     ///
-    /// Fails if firnd has frozen the piece or ended the lease. Then nothing is published. If there is no piece yet, fails
-    /// with [`AppendError::Frozen`] too: the caller begins a new piece in both cases.
+    /// Fails if firnd has frozen the piece or ended the lease. Then nothing is published. If there is no piece yet,
+    /// fails with [`AppendError::Frozen`] too: the caller begins a new piece in both cases.
     #[inline(always)]
     pub fn extend_piece(
         &mut self,

@@ -9,9 +9,10 @@
 //! data          slots for chunks, 2 MiB-aligned
 //! ```
 //!
-//! A *chunk* is the unit in which data is stored. It has a *piece table*, which says which bytes of which file are where
-//! in its data. A *slot* has space for the data of one chunk, in the arena's memory, or in the *spill file* on a local
-//! disk. There are as many chunks as slots of both kinds. A chunk is divided into *slabs*, each filled by one writer.
+//! A *chunk* is the unit in which data is stored. It has a *piece table*, which says which bytes of which file are
+//! where in its data. A *slot* has space for the data of one chunk, in the arena's memory, or in the *spill file* on a
+//! local disk. There are as many chunks as slots of both kinds. A chunk is divided into *slabs*, each filled by one
+//! writer.
 //!
 //! Each position is computed from numbers in the superblock, and never from the environment.
 
@@ -74,7 +75,8 @@ impl Geometry {
     }
 
     /// Computes the layout of an arena file for `arena_bytes` of chunks in memory and `spill_bytes` in the spill file
-    /// on disk. Both are divided into chunks of `chunk_bytes`; a remainder is not used. Fails if a size is not possible.
+    /// on disk. Both are divided into chunks of `chunk_bytes`; a remainder is not used. Fails if a size is not
+    /// possible.
     pub fn with_spill(
         arena_bytes: u64,
         chunk_bytes: u64,

@@ -746,7 +746,8 @@ pub fn encode_node(node: &Node, indexes: &[u32]) -> Vec<CellBytes> {
 }
 
 impl Handle {
-    /// Encodes the open handle into a cell, a record of 128 bytes. Its first word is the seal, the checksum of the rest.
+    /// Encodes the open handle into a cell, a record of 128 bytes. Its first word is the seal, the checksum of the
+    /// rest.
     pub fn encode(&self) -> CellBytes {
         let (served_by, backing_id) = match self.served_by {
             ServedBy::Engine => (SERVED_BY_ENGINE, 0),
@@ -798,7 +799,8 @@ impl Request {
 }
 
 impl Transaction {
-    /// Encodes the transaction into a cell, a record of 128 bytes. Its first word is the seal, the checksum of the rest.
+    /// Encodes the transaction into a cell, a record of 128 bytes. Its first word is the seal, the checksum of the
+    /// rest.
     pub fn encode(&self) -> CellBytes {
         let (owner, pid, start_ticks) = match self.owner {
             TransactionOwner::Unowned => (OWNER_NONE, 0, 0),

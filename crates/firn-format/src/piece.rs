@@ -246,8 +246,8 @@ pub enum CheckedPiece {
 }
 
 impl RawPiece {
-    /// Decodes the record of a piece, a range of a file's bytes in a slab, if it is valid. `generation` is the number of
-    /// the slab's present lease. The slab occupies the bytes `slab_start..slab_end` of its chunk.
+    /// Decodes the record of a piece, a range of a file's bytes in a slab, if it is valid. `generation` is the number
+    /// of the slab's present lease. The slab occupies the bytes `slab_start..slab_end` of its chunk.
     ///
     /// Fails if the checksum does not match, as for a record that was never published in this lease. Fails also if the
     /// piece leaves its slab, or ends beyond the largest offset of a file.

@@ -24,8 +24,8 @@ pub const SPILL_MAGIC: [u8; 8] = *b"FIRNSPIL";
 pub const SPILL_HEADER_BYTES: usize = 4096;
 /// Offset of the first slot. It is aligned for direct I/O on devices with any size of block.
 pub const SPILL_DATA_OFFSET: u64 = 64 << 10;
-/// Maximum length of the stored path of an arena. A longer path is cut: then no arena is found there, and the file counts
-/// as left over once no firnd has it locked.
+/// Maximum length of the stored path of an arena. A longer path is cut: then no arena is found there, and the file
+/// counts as left over once no firnd has it locked.
 const PATH_MAX: usize = 4000;
 
 /// Offsets of the fields.

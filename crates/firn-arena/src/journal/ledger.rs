@@ -1,7 +1,8 @@
 //! The ledger: the state that results when the records of a journal are applied in order.
 //!
 //! It has the files with bytes that are not yet in the *backing*, the directory that a mount serves. Each has a *file
-//! id*, and the names of the file in the backing. The ledger also has the renames that are under way. After a crash, the
+//! id*, and the names of the file in the backing. The ledger also has the renames that are under way. After a crash,
+//! the
 //! *recovery* reads from the ledger which file gets which bytes.
 //!
 //! A *piece* is a range of a file's bytes that is *pending*, not in the backing yet. A range is *drained* once it is in
@@ -337,8 +338,8 @@ impl Ledger {
         }
     }
 
-    /// Returns how many bytes `record` saves in the next snapshot: the size of the earlier records that it makes void. A
-    /// snapshot rewrites the journal without such records.
+    /// Returns how many bytes `record` saves in the next snapshot: the size of the earlier records that it makes void.
+    /// A snapshot rewrites the journal without such records.
     ///
     /// Called before the record is applied. For the end of a rename, the result is an upper bound.
     pub(crate) fn snapshot_bytes_saved_by(&self, record: &Record) -> usize {

@@ -17,8 +17,8 @@ pub trait Medium: Send {
     /// Allocates memory for a range, which may be written only after that. Returns false, and changes nothing, if there
     /// is no memory.
     fn reserve(&mut self, offset: usize, len: usize) -> bool;
-    /// Frees the memory of a range, which reads as zeros from now on. A crash during the call may zero only a first part
-    /// of the range.
+    /// Frees the memory of a range, which reads as zeros from now on. A crash during the call may zero only a first
+    /// part of the range.
     fn release(&mut self, offset: usize, len: usize);
     /// Returns a length after which all bytes of the range are zero: the end of the last stored data, or more.
     fn data_len(&self, offset: usize, len: usize) -> usize;

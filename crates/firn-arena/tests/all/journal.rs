@@ -350,7 +350,8 @@ fn regression_ranges_that_passed_make_room() {
     journal.append(&bind(2, "other/path")).unwrap();
 }
 
-/// When the ledger stored the names that each rename might produce, they doubled with each rename, until none could end.
+/// When the ledger stored the names that each rename might produce, they doubled with each rename, until none could
+/// end.
 #[test]
 fn regression_renames_add_no_names() {
     let mut ledger = Ledger::default();

@@ -2,7 +2,7 @@
 //!
 //! syncfs(2) writes the kernel's pages and returns 0, even if the file system's own sync does nothing more. Its server
 //! may then not have made the pages durable, and may not even know of new names. So [`SYNCFS_SUFFICES`] lists only file
-//! systems whose kernel code handles both. On any other file system each file is synced separately, which is always
+//! systems with kernel code that handles both. On any other file system each file is synced separately, which is always
 //! right.
 
 use std::collections::HashMap;

@@ -1,8 +1,8 @@
 //! Creation of new objects: the steps for each kind of object.
 //!
 //! [`create_for_caller`] carries out the steps, so that the object belongs to the caller: it creates the object, and
-//! sets the owner if needed. After an error in the second step it removes the object. The first step removes what it has
-//! made itself.
+//! sets the owner if needed. After an error in the second step it removes the object. The first step removes what it
+//! has made itself.
 
 use std::ffi::OsStr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

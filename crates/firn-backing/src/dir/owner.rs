@@ -153,8 +153,8 @@ enum FirstResult<T> {
     NeedsRoot,
 }
 
-/// Creates an object with the caller's file system ids. If the setgid bit is lost in this, sets it again; if that fails,
-/// removes the object and returns the error.
+/// Creates an object with the caller's file system ids. If the setgid bit is lost in this, sets it again; if that
+/// fails, removes the object and returns the error.
 fn create_with_ids_of_caller<T>(
     caller: &Caller,
     mode: u32,

@@ -6,8 +6,8 @@
 //!   open the file, then remove the right, and still write: open(2) checks rights only once. Recovery must write these
 //!   bytes.
 //!
-//! For such a file the owner's mode bits are widened for a moment. Known race: another program of this user may open the
-//! file in that moment.
+//! For such a file the owner's mode bits are widened for a moment. Known race: another program of this user may open
+//! the file in that moment.
 
 use std::os::fd::{AsFd, OwnedFd};
 
