@@ -63,7 +63,7 @@ struct UsedChunk {
 /// What pieces and lingering clients say about a chunk.
 #[derive(Default)]
 struct ChunkUse {
-    /// Indexes of the slabs with a piece or a lingering client, in any order, perhaps repeated.
+    /// Indexes of the slabs with a piece or a lingering client, in any order; one may be listed twice.
     slabs: Vec<u32>,
     /// Sequence number of the newest piece, or 0 without one.
     newest_sequence: u64,

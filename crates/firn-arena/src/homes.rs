@@ -13,7 +13,7 @@
 //!
 //! Promise: a chunk keeps its home while a thread is inside or holds it.
 //!
-//! The *gate* of a chunk is its guard word in firnd's memory: two flags and the count of threads inside. A move goes
+//! The *gate* of a chunk is its gate word in firnd's memory: two flags and the count of threads inside. A move goes
 //! through three states:
 //! * it sets COPYING and copies the bytes: readers still enter and leave, threads that change bytes are refused;
 //! * it sets CLOSED and waits until no thread is inside: threads that want to enter wait, for at most
@@ -30,11 +30,11 @@ use firn_format::home::Home;
 use crate::damage::Damage;
 use crate::tables::Tables;
 
-/// Flag of a guard word: threads that want to enter wait.
+/// Flag of a gate word: threads that want to enter wait.
 const CLOSED: u32 = 1 << 31;
-/// Flag of a guard word: a move copies the bytes, so no thread may change them.
+/// Flag of a gate word: a move copies the bytes, so no thread may change them.
 const COPYING: u32 = 1 << 30;
-/// Bits of a guard word that count the threads inside.
+/// Bits of a gate word that count the threads inside.
 const INSIDE_MASK: u32 = COPYING - 1;
 
 /// The longest time that a move waits for the threads inside. A read of a piece takes less. A write to the backing may
@@ -53,9 +53,9 @@ struct ChunkGate {
     /// The slot of its data, or `NO_HOME`.
     home: AtomicU32,
     /// Two flags and the count of threads inside.
-    guard: AtomicU32,
+    gate_word: AtomicU32,
     /// Number of holds: uses without a time limit. Each of them also counts as a thread inside.
-    held: AtomicU32,
+    hold_count: AtomicU32,
 }
 
 /// The home and the gate of every chunk.
@@ -68,8 +68,8 @@ impl ChunkHomes {
     pub(crate) fn new(chunks: u32) -> Self {
         let gate = |_| ChunkGate {
             home: AtomicU32::new(NO_HOME),
-            guard: AtomicU32::new(0),
-            held: AtomicU32::new(0),
+            gate_word: AtomicU32::new(0),
+            hold_count: AtomicU32::new(0),
         };
         Self {
             chunks: (0..chunks).map(gate).collect(),
@@ -97,16 +97,16 @@ impl ChunkHomes {
             .store(word, Ordering::Release);
     }
 
-    fn guard(&self, chunk: u32) -> &AtomicU32 {
-        &self.chunks[chunk as usize].guard
+    fn gate_word(&self, chunk: u32) -> &AtomicU32 {
+        &self.chunks[chunk as usize].gate_word
     }
 
     /// Enters a chunk, which keeps its home until [`ChunkHomes::leave`]. Waits while a move has the gate closed.
     pub(crate) fn enter(&self, chunk: u32) {
-        while self.guard(chunk).fetch_add(1, Ordering::AcqRel) & CLOSED != 0 {
+        while self.gate_word(chunk).fetch_add(1, Ordering::AcqRel) & CLOSED != 0 {
             // The mover waits until no thread is inside, so this one leaves before it waits.
             self.leave(chunk);
-            while self.guard(chunk).load(Ordering::Acquire) & CLOSED != 0 {
+            while self.gate_word(chunk).load(Ordering::Acquire) & CLOSED != 0 {
                 std::thread::yield_now();
             }
         }
@@ -115,7 +115,8 @@ impl ChunkHomes {
     /// Enters a chunk to change its bytes. Returns false, without entering, while a move copies them: the change could
     /// miss the copy.
     pub(crate) fn enter_to_change(&self, chunk: u32) -> bool {
-        let may_change = self.guard(chunk).fetch_add(1, Ordering::AcqRel) & (CLOSED | COPYING) == 0;
+        let may_change =
+            self.gate_word(chunk).fetch_add(1, Ordering::AcqRel) & (CLOSED | COPYING) == 0;
         if !may_change {
             self.leave(chunk);
         }
@@ -124,9 +125,9 @@ impl ChunkHomes {
 
     /// Ends one [`ChunkHomes::enter`], or one [`ChunkHomes::enter_to_change`] that returned true.
     pub(crate) fn leave(&self, chunk: u32) {
-        let guard_before = self.guard(chunk).fetch_sub(1, Ordering::AcqRel);
+        let gate_before = self.gate_word(chunk).fetch_sub(1, Ordering::AcqRel);
         debug_assert!(
-            guard_before & INSIDE_MASK > 0,
+            gate_before & INSIDE_MASK > 0,
             "no thread is inside chunk {chunk}"
         );
     }
@@ -135,7 +136,7 @@ impl ChunkHomes {
     /// chunk instead of waiting.
     pub(crate) fn hold(&self, chunk: u32) {
         self.chunks[chunk as usize]
-            .held
+            .hold_count
             .fetch_add(1, Ordering::AcqRel);
         self.enter(chunk);
     }
@@ -143,21 +144,24 @@ impl ChunkHomes {
     /// Ends one [`ChunkHomes::hold`].
     pub(crate) fn end_hold(&self, chunk: u32) {
         self.leave(chunk);
-        let held_before = self.chunks[chunk as usize]
-            .held
+        let holds_before = self.chunks[chunk as usize]
+            .hold_count
             .fetch_sub(1, Ordering::AcqRel);
-        debug_assert!(held_before > 0, "chunk {chunk} is not held");
+        debug_assert!(holds_before > 0, "chunk {chunk} is not held");
     }
 
     /// Returns whether a use without a time limit keeps the chunk where it is.
     pub(crate) fn is_held(&self, chunk: u32) -> bool {
-        self.chunks[chunk as usize].held.load(Ordering::Acquire) > 0
+        self.chunks[chunk as usize]
+            .hold_count
+            .load(Ordering::Acquire)
+            > 0
     }
 
     /// Begins a move: no thread may change the bytes from now on. Returns false, and begins nothing, if a thread is
     /// inside.
     pub(crate) fn begin_copy(&self, chunk: u32) -> bool {
-        self.guard(chunk)
+        self.gate_word(chunk)
             .compare_exchange(0, COPYING, Ordering::AcqRel, Ordering::Acquire)
             .is_ok()
     }
@@ -168,14 +172,14 @@ impl ChunkHomes {
     /// Returns false if that takes longer than [`CLOSE_TIMEOUT`]; the chunk then keeps its old slot. In both cases the
     /// caller ends the move with [`ChunkHomes::open_gate`].
     pub(crate) fn close_gate(&self, chunk: u32) -> bool {
-        let guard_before = self.guard(chunk).fetch_or(CLOSED, Ordering::AcqRel);
+        let gate_before = self.gate_word(chunk).fetch_or(CLOSED, Ordering::AcqRel);
         debug_assert_eq!(
-            guard_before & (CLOSED | COPYING),
+            gate_before & (CLOSED | COPYING),
             COPYING,
             "chunk {chunk} is closed after its copy, once"
         );
         let deadline = Instant::now() + CLOSE_TIMEOUT;
-        while self.guard(chunk).load(Ordering::Acquire) & INSIDE_MASK != 0 {
+        while self.gate_word(chunk).load(Ordering::Acquire) & INSIDE_MASK != 0 {
             if Instant::now() >= deadline {
                 return false;
             }
@@ -186,11 +190,11 @@ impl ChunkHomes {
 
     /// Ends a move that is complete or abandoned: opens the gate and permits changes.
     pub(crate) fn open_gate(&self, chunk: u32) {
-        let guard_before = self
-            .guard(chunk)
+        let gate_before = self
+            .gate_word(chunk)
             .fetch_and(!(CLOSED | COPYING), Ordering::AcqRel);
         debug_assert!(
-            guard_before & COPYING > 0,
+            gate_before & COPYING > 0,
             "chunk {chunk} was not being copied"
         );
     }

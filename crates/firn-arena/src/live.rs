@@ -254,7 +254,7 @@ impl LiveTable {
     }
 
     /// Counts a takeover that begins, and returns the new count. The count distinguishes numbers that this firnd
-    /// assigns from those that earlier firnds assigned.
+    /// assigns from those that an earlier firnd assigned.
     pub fn count_takeover(&self) -> u64 {
         let count = self.takeovers() + 1;
         self.set_word(word::TAKEOVERS, count);

@@ -116,7 +116,7 @@ impl Arena {
 
     /// Returns whether a chunk could move to the spill file and so make room in memory.
     pub fn can_spill(&self) -> bool {
-        // A pinned chunk counts as movable: its I/O ends soon. A held chunk does not: it may be held for ever.
+        // A pinned chunk counts as movable: its I/O ends soon. A held chunk does not: the hold has no time limit.
         self.spill.usable_file().is_some()
             && self
                 .pool

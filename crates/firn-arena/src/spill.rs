@@ -279,7 +279,7 @@ impl SpillFile {
         created
     }
 
-    /// Locks and allocates a new spill file and writes its header. The lock keeps other firnds from replacing the file.
+    /// Locks and allocates a new spill file and writes its header. The lock keeps another firnd from replacing the file.
     /// The header is durable when this returns.
     fn initialise(
         path: &Path,

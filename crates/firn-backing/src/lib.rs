@@ -8,7 +8,7 @@
 //! * A [`Volume::Inode`] refers to an object, not to a name. It stays valid when the object is renamed and, while it is
 //!   held, after the object's last name was removed.
 //! * A call does one thing: it does not retry or cache, and it returns the kernel's errno.
-//! * Any thread may make any call at any time. Each call may take for ever, so no caller holds a lock of [`lock`].
+//! * Any thread may make any call at any time. A call may never return, so no caller holds a lock of [`lock`].
 
 use std::ffi::OsStr;
 use std::io::IoSlice;

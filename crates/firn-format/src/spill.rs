@@ -79,12 +79,12 @@ impl SpillHeader {
                 expected: SPILL_HEADER_BYTES as u64,
             });
         };
-        let field = |why: &str| FormatError::Field {
+        let invalid = |why: &str| FormatError::Field {
             what: "spill header",
             why: why.into(),
         };
         if page[0..8] != SPILL_MAGIC {
-            return Err(field("the magic number is missing"));
+            return Err(invalid("the magic number is missing"));
         }
         let version = read_u32(page, offset::VERSION);
         if version != VERSION {
@@ -104,7 +104,7 @@ impl SpillHeader {
         }
         let path_len = read_u32(page, offset::PATH_LEN) as usize;
         if path_len > PATH_MAX {
-            return Err(field("path longer than its field"));
+            return Err(invalid("path longer than its field"));
         }
         Ok(Self {
             uuid: read_array(page, offset::UUID),

@@ -44,7 +44,7 @@ pub struct DrainedRange {
 }
 
 /// A name of a file, its path in the backing, and whether the name leads to the file.
-pub type Path = (Box<[u8]>, PathState);
+pub type KnownName = (Box<[u8]>, PathState);
 
 /// A file with pending data. There may be very many such files, so a field that few of them need takes only a word.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -52,7 +52,7 @@ pub struct KnownFile {
     /// Identity of the file in the backing.
     pub identity: Identity,
     /// Names under which it may be found, the best first.
-    pub paths: SmallVec<[Path; 1]>,
+    pub paths: SmallVec<[KnownName; 1]>,
     /// Ranges in which older pieces are not pending any more.
     pub drained_ranges: ThinVec<DrainedRange>,
     /// Truncations that have begun and not ended: the sequence number of each, and the new length of the file.
@@ -113,7 +113,7 @@ impl Rename {
     }
 
     /// Adds the names that files may have because of the rename.
-    fn add_destinations(&self, paths: &mut SmallVec<[Path; 1]>) {
+    fn add_destinations(&self, paths: &mut SmallVec<[KnownName; 1]>) {
         let new_paths: Vec<_> = paths
             .iter()
             .filter_map(|(path, _)| self.destination(path))
@@ -125,7 +125,7 @@ impl Rename {
 }
 
 /// Adds a name. If the name is in the list already, it becomes sure if `state` is sure.
-fn add_path(paths: &mut SmallVec<[Path; 1]>, path: Box<[u8]>, state: PathState) {
+fn add_path(paths: &mut SmallVec<[KnownName; 1]>, path: Box<[u8]>, state: PathState) {
     match paths.iter_mut().find(|(name, _)| *name == path) {
         Some((_, known_state)) if state == PathState::Sure => *known_state = state,
         Some(_) => {}
@@ -298,7 +298,7 @@ impl Ledger {
     }
 
     /// Returns every name that may lead to a file, including those that renames under way may have produced.
-    pub fn possible_paths(&self, known_file: &KnownFile) -> SmallVec<[Path; 1]> {
+    pub fn possible_paths(&self, known_file: &KnownFile) -> SmallVec<[KnownName; 1]> {
         let mut paths = known_file.paths.clone();
         for rename in self.renames.values() {
             rename.add_destinations(&mut paths);
