@@ -50,7 +50,7 @@ impl RecordTable for Records<'_> {
 
 impl Arena {
     /// Publishes the bytes that were stored at `room` as a new piece, a recorded range of a file's bytes. Counts them
-    /// as live, that is, not in the backing yet. Returns the piece.
+    /// as live (not in the backing yet). Returns the piece.
     pub fn publish_piece(&self, lease: &mut Lease, room: Room, new_piece: NewPiece) -> PieceRef {
         let piece = Piece {
             file: new_piece.file_id,

@@ -279,8 +279,8 @@ impl SpillFile {
         created
     }
 
-    /// Locks and allocates a new spill file and writes its header. The lock keeps another firnd from replacing the file.
-    /// The header is durable when this returns.
+    /// Locks and allocates a new spill file and writes its header. The lock keeps another firnd from replacing the
+    /// file. The header is durable when this returns.
     fn initialise(
         path: &Path,
         file: OwnedFd,

@@ -133,16 +133,22 @@ pub(super) fn create_for_caller<T>(
     let owned = parent_is_setgid().and_then(|takes_group_of_parent| {
         // A group that the parent's setgid bit or the mount option `grpid` has chosen is not changed.
         let has_default_group = !takes_group_of_parent && attr.gid == gid;
-        let set_id_bits = mode & SET_ID_BITS;
-        let owner = NewOwner {
-            uid: caller.uid,
-            gid: has_default_group.then_some(caller.gid),
-            mode: (set_id_bits != 0).then_some(attr.mode & MODE_BITS | set_id_bits),
-        };
+        let owner = owner_to_set(caller, mode, &attr, has_default_group);
         (steps.set_owner)(&object, owner)
     });
     let new_attr = owned.inspect_err(|_| (steps.remove)())?;
     Ok((object, new_attr))
+}
+
+/// Returns what must be changed in an object that root has made without the set-id bits of `mode`, so that it belongs
+/// to `caller`. The group is changed only with `has_default_group`.
+fn owner_to_set(caller: &Caller, mode: u32, attr: &Attr, has_default_group: bool) -> NewOwner {
+    let set_id_bits = mode & SET_ID_BITS;
+    NewOwner {
+        uid: caller.uid,
+        gid: has_default_group.then_some(caller.gid),
+        mode: (set_id_bits != 0).then_some(attr.mode & MODE_BITS | set_id_bits),
+    }
 }
 
 /// Result of the creation of an object with the caller's ids.

@@ -73,12 +73,8 @@ fn access_flags(access: Access) -> OFlags {
     }
 }
 
-/// Tries to open a file or directory again after EACCES, with more rights. Fails with EACCES if this process is neither
-/// root nor the owner.
-///
-/// * Root takes the ids of the file's owner: a server that squashes root may deny root an access that it allows the
-///   owner.
-/// * The owner widens the mode bits and restores them after the open.
+/// Tries to open a file or directory again after EACCES, with more rights: root takes the ids of the owner, and the
+/// owner widens the mode. Fails with EACCES if this process is neither root nor the owner.
 fn open_with_more_rights(
     path: &FdPath,
     attr: &Attr,
@@ -88,12 +84,24 @@ fn open_with_more_rights(
     let (uid, _) = own_ids();
     let is_root = uid == 0;
     if is_root && attr.uid != 0 {
+        // A server that squashes root may deny root an access that it allows the owner.
         let _ids = AsCaller::new(attr.uid, attr.gid).ok_or(Errno::ACCESS)?;
         return try_open();
     }
     if attr.uid != uid {
         return Err(Errno::ACCESS);
     }
+    open_with_widened_mode(path, attr, access, try_open)
+}
+
+/// Opens a file or directory of this process's user after adding the mode bits that `access` needs. Restores the mode
+/// of `attr` afterwards. If the mode cannot be restored, fails even if the file was opened.
+fn open_with_widened_mode(
+    path: &FdPath,
+    attr: &Attr,
+    access: Access,
+    try_open: &dyn Fn() -> Result<OwnedFd>,
+) -> Result<OwnedFd> {
     let _widening = WIDENING.lock();
     let mode = Mode::from_raw_mode(attr.mode & MODE_BITS);
     let needed_bits = match access {
@@ -103,7 +111,6 @@ fn open_with_more_rights(
     };
     chmod(path.as_c_str(), mode | needed_bits)?;
     let result = try_open();
-    // If the mode cannot be restored, the call fails, even if the file was opened.
     chmod(path.as_c_str(), mode)?;
     result
 }
