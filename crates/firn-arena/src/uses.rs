@@ -12,7 +12,7 @@
 //!
 //! Invariants
 //! * The uses released never exceed the uses added (asserted).
-//! * A slab whose count is 0 has no use.
+//! * A slab with a count of 0 has no use.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
