@@ -220,7 +220,8 @@ impl Arena {
     /// Restores the table of every chunk, and returns the chunks in use. Clears all other chunks. Of a chunk in use,
     /// the slabs in use are sealed and pinned, so that they are not freed yet; the others become free.
     ///
-    /// A slab is in use if it has a piece (a recorded range of bytes) or a lingering client.
+    /// A slab is in use if it has a piece (a recorded range of bytes) or a lingering client. A chunk with a damaged
+    /// class counts as in use, and its table is left as it is.
     fn restore_chunks(
         &self,
         stored: &[StoredPiece],

@@ -389,24 +389,21 @@ impl Pool {
             .map(|numa_node| numa_node.free_slots.len())
             .sum();
         let known_chunks = self.free_chunks.len() + in_memory_count + spilled_count;
-        let other_chunks = self
-            .chunks
-            .len()
-            .checked_sub(known_chunks)
-            .expect("at most all chunks are free or in use");
-        assert!(
-            other_chunks <= self.unusable_chunks,
-            "{other_chunks} chunks are neither free nor in use"
-        );
+        let other_chunks = self.chunks.len().checked_sub(known_chunks);
         let slots_outside_arena_file =
             self.idle_slots.len() + self.stuck_slots.len() + self.slots_changing_file;
         let known_slots = free_slots
             + in_memory_count
             + slots_outside_arena_file
             + usize::from(self.has_slot_to_free);
-        let other_slots = (self.geometry.chunk_count as usize)
-            .checked_sub(known_slots)
-            .expect("at most all slots are free or in use");
+        let other_slots = (self.geometry.chunk_count as usize).checked_sub(known_slots);
+        let (other_chunks, other_slots) = other_chunks
+            .zip(other_slots)
+            .expect("no more chunks and slots than there are");
+        assert!(
+            other_chunks <= self.unusable_chunks,
+            "{other_chunks} chunks are neither free nor in use"
+        );
         assert!(
             other_slots <= self.unusable_slots,
             "{other_slots} slots are neither free nor in use"

@@ -2,8 +2,7 @@
 //!
 //! It has the files with bytes that are not yet in the *backing*, the directory that a mount serves. Each has a *file
 //! id*, and the names of the file in the backing. The ledger also has the renames that are under way. After a crash,
-//! the
-//! *recovery* reads from the ledger which file gets which bytes.
+//! the *recovery* reads from the ledger which file gets which bytes.
 //!
 //! A *piece* is a range of a file's bytes that is *pending*, not in the backing yet. A range is *drained* once it is in
 //! the backing.
