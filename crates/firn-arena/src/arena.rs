@@ -11,7 +11,7 @@
 //! * `spill`: the spill file;
 //! * `memory_files`: slots that were moved out of the arena's file into files of their own;
 //! * `lingering`: clients that may still store bytes after their lease ended;
-//! * `listeners`: the callbacks for freed memory and for pressure.
+//! * `callbacks`: the callbacks for freed memory and for pressure.
 //!
 //! The modules `create`, `attach`, `lease`, `publish`, `moves` and `client` implement the operations that need several
 //! parts.
@@ -30,9 +30,9 @@ use firn_format::superblock::{Superblock, state_word};
 use parking_lot::Mutex;
 use rustix::io::Errno;
 
+use crate::callbacks::Callbacks;
 use crate::homes::ChunkHomes;
 use crate::lingering::LingeringWriters;
-use crate::listeners::Listeners;
 use crate::map::{JournalRegion, Map};
 use crate::memory_files::MemoryFiles;
 use crate::pool::{NumaNodeFigures, Pool};
@@ -59,7 +59,7 @@ pub struct Arena {
     pub(crate) spill: SpillArea,
     pub(crate) memory_files: MemoryFiles,
     pub(crate) lingering: LingeringWriters,
-    pub(crate) listeners: Listeners,
+    pub(crate) callbacks: Callbacks,
 }
 
 impl Arena {
@@ -84,7 +84,7 @@ impl Arena {
             spill: SpillArea::default(),
             memory_files: MemoryFiles::new(path),
             lingering: LingeringWriters::default(),
-            listeners: Listeners::default(),
+            callbacks: Callbacks::default(),
         }
     }
 
@@ -114,13 +114,13 @@ impl Arena {
 
     /// Sets the callback `f`, which is called whenever a slab or memory was freed.
     pub fn on_free(&self, f: impl Fn() + Send + Sync + 'static) {
-        self.listeners.set_freed(Box::new(f));
+        self.callbacks.set_on_freed(Box::new(f));
     }
 
     /// Sets the callback `f`, which is called when a writer takes memory while more than `slots` slots are in use, and
     /// when a writer finds no free memory.
     pub fn on_pressure(&self, slots: u32, f: impl Fn() + Send + Sync + 'static) {
-        self.listeners.set_pressure(slots, Box::new(f));
+        self.callbacks.set_on_pressure(slots, Box::new(f));
     }
 
     /// Returns the next sequence number; no other call returns the same one.
@@ -131,7 +131,8 @@ impl Arena {
             + 1
     }
 
-    /// Raises the epoch, which counts the firnds that the arena has had. Returns the new epoch; the first is 1.
+    /// Raises the epoch, the number of firnd processes that have attached the arena. Returns the new epoch; the first
+    /// is 1.
     pub fn begin_epoch(&self) -> u64 {
         self.map
             .u64(state_word::EPOCH)
@@ -163,7 +164,9 @@ impl Arena {
     }
 
     /// Allocates the memory for all data that the arena can hold, in order and in steps. Ends early when
-    /// `should_continue` returns false. Fails if there is too little memory.
+    /// `should_continue` returns false.
+    ///
+    /// Fails if there is too little memory, unless the arena has memory files: then errors are ignored.
     pub fn populate(&self, should_continue: &dyn Fn() -> bool) -> Result<(), Errno> {
         let start = self.geometry.slot_offset(0);
         let end = start + self.geometry.data_bytes();
@@ -173,8 +176,9 @@ impl Arena {
             let len = (end - offset).min(POPULATE_BYTES);
             let populated = self.map.populate(offset, len);
             // With memory files, an error is expected: a memory file that programs read ends inside its last slot, and
-            // no memory can be allocated beyond that end.
-            if self.memory_file_figures().files == 0 {
+            // no memory can be allocated beyond that end. A lack of memory then remains unnoticed too.
+            let has_memory_files = self.memory_file_figures().files > 0;
+            if !has_memory_files {
                 populated?;
             }
             offset += len;

@@ -40,11 +40,11 @@ use crate::damage::Damage;
 use crate::homes::read_homes;
 use crate::lingering::{LingeringWriter, LingeringWriters, revoke_all};
 use crate::map::FileAccess;
-use crate::memory_files::{read_memory_file_slots, report_unreadable_slots};
+use crate::memory_files::{exclude_unreadable_slots, read_memory_file_slots};
 use crate::open::open_arena;
 use crate::pool::Pool;
 use crate::refs::{PieceRef, SlabRef, StoredPiece};
-use crate::scan::{report_unreadable, scan_pieces};
+use crate::scan::{report_missing_spill_slots, scan_pieces};
 use crate::spill::SpillFile;
 use crate::spill_area::SpillArea;
 use crate::topology::Topology;
@@ -53,7 +53,8 @@ use crate::uses::PIN;
 /// A chunk that is in use when an arena is attached.
 struct UsedChunk {
     chunk: u32,
-    /// Sequence number of its newest piece, or [`u64::MAX`] if its class is damaged.
+    /// Sequence number of its newest piece, which orders the chunks for [`Pool::adopt_chunk`]. [`u64::MAX`] means
+    /// unknown, because the class is damaged. Such a chunk is not adopted.
     newest_sequence: u64,
     /// How the chunk is divided. `None` means that its class word is damaged.
     slabs: Option<UsedSlabs>,
@@ -62,7 +63,7 @@ struct UsedChunk {
 /// What pieces and lingering clients say about a chunk.
 #[derive(Default)]
 struct ChunkUse {
-    /// Indexes of the slabs with a piece or a lingering client, in any order, perhaps repeated.
+    /// Indexes of the slabs with a piece or a lingering client, in any order; one may be listed twice.
     slabs: Vec<u32>,
     /// Sequence number of the newest piece, or 0 without one.
     newest_sequence: u64,
@@ -90,11 +91,11 @@ impl Arena {
         Self::attach_on(path, &Topology::one())
     }
 
-    /// Maps the existing arena at `path`, and rebuilds from its tables the state that is kept only in memory. Does so
-    /// for a machine with several NUMA nodes; pages that exist stay on their node.
+    /// Does what [`Arena::attach`] does, on a machine with the NUMA nodes of `topology`: maps the existing arena at
+    /// `path`, and rebuilds the state that is kept only in memory. Pages that exist stay on their node.
     ///
-    /// Returns the arena, its pieces (recorded ranges of files' bytes), and the damage that was found.
-    /// [`Arena::attach`] says what the caller does with the pieces, and when the call fails.
+    /// Returns the arena, its pieces (recorded ranges of files' bytes), and the damage that was found. Fails if the
+    /// file is not a valid arena of this user.
     pub fn attach_on(
         path: &Path,
         topology: &Topology,
@@ -107,18 +108,18 @@ impl Arena {
         let mut damage = Vec::new();
         let stored = scan_pieces(&arena.tables, &mut damage);
         arena.restore_sequence(&stored);
-        // The data of a chunk is in the arena's file, in a memory file or in the spill file. If a file is missing or
-        // too short, the pieces in it are reported as damage, and the attach goes on.
+        // The home of a chunk is the slot that has its data: in the arena's file, in a memory file or in the spill
+        // file. If a file is missing or too short, the pieces in it are reported as damage, and the attach goes on.
         let mut homes = read_homes(&arena.tables, &mut damage);
         let mut memory_file_slots =
             read_memory_file_slots(&arena.tables, &arena.memory_files, &arena.superblock.uuid);
-        report_unreadable_slots(&mut memory_file_slots, &stored, &mut homes, &mut damage);
+        exclude_unreadable_slots(&mut memory_file_slots, &stored, &mut homes, &mut damage);
         if arena.geometry.spill_count > 0 {
             let opened = SpillFile::open(&arena.superblock, FileAccess::ReadWrite);
             arena.spill = SpillArea::from_opened(opened);
-            report_unreadable(&homes, &stored, &arena.spill, &mut damage);
+            report_missing_spill_slots(&homes, &stored, &arena.spill, &mut damage);
         }
-        arena.map_memory_file_slots(memory_file_slots, &homes)?;
+        arena.map_memory_file_slots(memory_file_slots)?;
         arena.restore_allocation(&stored, &lingering, &homes);
         arena.lingering = LingeringWriters::new(lingering);
         Ok((arena, stored, damage))
@@ -158,18 +159,18 @@ impl Arena {
         classes
     }
 
-    /// Rebuilds the allocation state in firnd's memory. Marks the chunks (units of memory), their slabs (equal parts)
-    /// and their slots (places of a chunk's data) that are in use. All others are free.
+    /// Rebuilds the allocator's state. First all used chunks and their slots are taken off the free lists. Then each
+    /// used chunk is registered with its class and its used slabs.
     ///
-    /// `stored` has the recorded ranges of bytes that the scan found, and `lingering` the clients that may still store
-    /// bytes. `homes` has the slot of each chunk.
+    /// `stored` has the pieces (recorded ranges of bytes) that the scan found, and `lingering` the clients that may
+    /// still store bytes. `homes` has the slot of each chunk.
     fn restore_allocation(
         &self,
         stored: &[StoredPiece],
         lingering: &[LingeringWriter],
         homes: &[Option<Home>],
     ) {
-        let mut used_chunks = self.find_used_chunks(stored, lingering);
+        let mut used_chunks = self.restore_chunks(stored, lingering);
         let used_chunk_numbers: HashSet<u32> = used_chunks.iter().map(|used| used.chunk).collect();
         let used_slots: HashSet<Home> = used_chunk_numbers
             .iter()
@@ -184,7 +185,8 @@ impl Arena {
         for UsedChunk { chunk, slabs, .. } in used_chunks {
             let home = homes[chunk as usize];
             self.homes.set(chunk, home);
-            // A chunk with a damaged class is not adopted. It remains reserved, so no writer gets a slab of it.
+            // A chunk without `slabs` has a damaged class and is not adopted. It remains off the free lists, so no
+            // writer gets a slab of it.
             if let Some(UsedSlabs { class, used }) = slabs {
                 pool.adopt_chunk(chunk, class, &used, home);
             }
@@ -192,9 +194,10 @@ impl Arena {
         self.restore_lingering_leases(&mut pool, stored, lingering);
     }
 
-    /// Keeps the slabs of lingering clients in use. Such a client may still store bytes into its slab (a part of shared
-    /// memory), although its lease is over. A pin prevents that the slab is freed before the client has stopped or
-    /// died.
+    /// Keeps the slabs of lingering clients from being freed until these clients have stopped or died. Such a client
+    /// may still store bytes into its slab, although its lease is over.
+    ///
+    /// Each one counts as a lease of its chunk in `pool`, as a lease in `self.uses`, and as a pin of its slab.
     fn restore_lingering_leases(
         &self,
         pool: &mut Pool,
@@ -206,18 +209,20 @@ impl Arena {
         for LingeringWriter { slab, .. } in lingering {
             pool.add_lease(slab.chunk);
             self.uses.count_lease();
-            // `seal_used_slabs` has set one pin. If the slab has pieces, `free_unkept_slabs` releases that pin, and the
-            // lingering client needs a pin of its own.
+            // The slab has one pin already. In a slab with pieces it is the pin of the pieces, which is released once
+            // the caller has counted them. So the client needs a pin of its own there.
             if slabs_with_pieces.contains(slab) {
                 self.uses.add(*slab, PIN);
             }
         }
     }
 
-    /// Returns the chunks (units of memory) in use, and makes all others free. Pins the slabs in use, which are parts
-    /// of a chunk, so that they are not freed yet. A slab is in use if it has a recorded range of bytes, or a client
-    /// that may still store bytes into it.
-    fn find_used_chunks(
+    /// Restores the table of every chunk, and returns the chunks in use. Clears all other chunks. Of a chunk in use,
+    /// the slabs in use are sealed and pinned, so that they are not freed yet; the others become free.
+    ///
+    /// A slab is in use if it has a piece (a recorded range of bytes) or a lingering client. A chunk with a damaged
+    /// class counts as in use, and its table is left as it is.
+    fn restore_chunks(
         &self,
         stored: &[StoredPiece],
         lingering: &[LingeringWriter],
@@ -228,7 +233,7 @@ impl Arena {
             let chunk_use = uses.remove(&chunk);
             let Ok(class) = self.tables.class(chunk) else {
                 // The class is damaged, but the pieces may be valid. No slab of the chunk is leased while this arena is
-                // attached.
+                // attached, so its age is not needed.
                 used_chunks.push(UsedChunk {
                     chunk,
                     newest_sequence: u64::MAX,

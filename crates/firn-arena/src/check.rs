@@ -1,8 +1,8 @@
 //! Finds the damage in an arena for `firn check`, without changing the arena.
 //!
 //! The *arena* is a file of shared memory, allocated in *chunks*, with the bytes that are not in the backing directory
-//! yet. It is mapped read-only, and a firnd, the process that serves a mount, may have it attached. All parts are read
-//! as an attach reads them
+//! yet. It is mapped read-only. firnd, the process that serves a mount, may use it at the same time. All parts are read
+//! as an attach reads them:
 //! * the piece tables: which bytes of which file are where;
 //! * the homes: the slot that has the data of each chunk;
 //! * the memory files and the spill file, which have the data of chunks outside the arena's file.
@@ -16,23 +16,23 @@ use crate::ArenaError;
 use crate::damage::Damage;
 use crate::homes::read_homes;
 use crate::map::{FileAccess, JournalRegion, Map};
-use crate::memory_files::{MemoryFiles, read_memory_file_slots, report_unreadable_slots};
+use crate::memory_files::{MemoryFiles, exclude_unreadable_slots, read_memory_file_slots};
 use crate::open::open_arena;
 use crate::refs::StoredPiece;
-use crate::scan::{report_unreadable, scan_pieces};
+use crate::scan::{report_missing_spill_slots, scan_pieces};
 use crate::spill::{SpillFault, SpillFile};
 use crate::spill_area::SpillArea;
 use crate::tables::Tables;
 
 /// The result of a check of an arena.
 pub struct Report {
-    /// The checked superblock of the arena.
+    /// The superblock of the arena, which is valid.
     pub superblock: Superblock,
-    /// The stored epoch, which counts the firnds that the arena has had.
+    /// The stored epoch: the number of firnd processes that have attached the arena.
     pub epoch: u64,
     /// Id of the process that last had the arena attached.
     pub holder_pid: u32,
-    /// Path of the mount point where the arena was mounted.
+    /// Mount point of that process.
     pub holder_path: Vec<u8>,
     /// The pieces that are pending according to the piece tables.
     pub pieces: Vec<StoredPiece>,
@@ -55,12 +55,12 @@ pub fn check(path: &Path) -> Result<Report, ArenaError> {
     let mut homes = read_homes(&tables, &mut damage);
     let memory_files = MemoryFiles::new(path);
     let mut slots = read_memory_file_slots(&tables, &memory_files, &superblock.uuid);
-    report_unreadable_slots(&mut slots, &pieces, &mut homes, &mut damage);
+    exclude_unreadable_slots(&mut slots, &pieces, &mut homes, &mut damage);
     let spill = match geometry.spill_count {
         0 => SpillArea::default(),
         _ => SpillArea::from_opened(SpillFile::open(&superblock, FileAccess::ReadOnly)),
     };
-    report_unreadable(&homes, &pieces, &spill, &mut damage);
+    report_missing_spill_slots(&homes, &pieces, &spill, &mut damage);
     Ok(Report {
         superblock,
         epoch: map.u64(state_word::EPOCH).load(Ordering::Acquire),

@@ -62,11 +62,11 @@ pub struct ClientLease {
 /// Bytes that a client published and that firnd accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AcceptedBytes {
-    /// The piece that contains them.
+    /// The record of the piece that contains them.
     pub piece: PieceRef,
-    /// Offset in the file.
+    /// Offset of the bytes in the file.
     pub offset: u64,
-    /// Offset in the chunk.
+    /// Offset of the bytes in the chunk.
     pub position: u32,
     /// Length in bytes.
     pub len: u32,
@@ -131,7 +131,7 @@ impl Arena {
         crash_point();
         // The process is stored before the writer word: if firnd dies, the next firnd finds a writer word, and looks
         // whether this process is alive.
-        self.tables.holder(slab).store(pid, Ordering::Relaxed);
+        self.tables.client_pid(slab).store(pid, Ordering::Relaxed);
         self.tables
             .writer(slab)
             .store(writer_idle(slab_lease.generation()), Ordering::Release);
@@ -152,6 +152,9 @@ impl Arena {
 
     /// Describes the lease to the client, the process that fills the slab: where the bytes, the records and the writer
     /// word are. `modified` is the time of the file's last write.
+    ///
+    /// `chunk`, `records` and `writer` of the result are offsets in the arena's file. `start` and `end` are offsets in
+    /// the chunk.
     pub fn client_slab(&self, lease: &ClientLease, modified: u64) -> Slab {
         let slab = lease.slab();
         Slab {
@@ -197,7 +200,7 @@ impl Arena {
             lease.accepted_end = piece.position + piece.len;
             lease.open_record = Some(piece);
             let known_len = 0;
-            self.report_accepted(lease, piece, known_len, sink);
+            self.count_and_pass_on(lease, piece, known_len, sink);
         }
         Ok(())
     }
@@ -228,14 +231,14 @@ impl Arena {
         if current_piece.len > accepted_piece.len {
             lease.open_record = Some(current_piece);
             lease.accepted_end = current_piece.position + current_piece.len;
-            self.report_accepted(lease, current_piece, accepted_piece.len, sink);
+            self.count_and_pass_on(lease, current_piece, accepted_piece.len, sink);
         }
         Ok(())
     }
 
-    /// Counts the new bytes of the last accepted record as live, that is, not in the backing yet, and passes them to
-    /// `sink`. The record's first `known_len` bytes were counted before.
-    fn report_accepted(
+    /// Counts the new bytes of the last accepted record as live (not in the backing yet), and passes them to `sink`.
+    /// `piece` is that record; its first `known_len` bytes were counted before.
+    fn count_and_pass_on(
         &self,
         lease: &ClientLease,
         piece: Piece,
@@ -245,6 +248,7 @@ impl Arena {
         let len = piece.len - known_len;
         self.uses.add(lease.slab(), len.into());
         let record_ref = lease.record_ref(lease.accepted_count - 1);
+        // The offset counts from the start of the file, the position from the start of the chunk.
         sink(AcceptedBytes {
             piece: record_ref,
             offset: piece.offset + u64::from(known_len),
@@ -293,12 +297,12 @@ impl Arena {
         lease.accepted_count > 0 || !matches!(self.read_client_piece(lease, 0), Ok(None))
     }
 
-    /// Freezes the client's last record, which means that it cannot grow. So the client's next bytes begin a new piece.
-    /// Accepts all records published before, and passes their bytes to `sink`.
+    /// Freezes the client's last record: it cannot grow any more, so the client's next bytes begin a new record.
+    /// Accepts all records published before, and passes their bytes to `sink`. Fails if a record breaks the rules of
+    /// the lease.
     ///
-    /// The client publishes at the same time, so a record may follow between the accept and the freeze. Then the new
-    /// record is the last one and is frozen in turn. The loop ends at the latest when all records of the lease are
-    /// used.
+    /// The client publishes at the same time, so a record may follow between the accept and the freeze. Then that
+    /// record is frozen in turn. The loop ends at the latest when all records of the lease are used.
     pub fn freeze_client(
         &self,
         lease: &mut ClientLease,
@@ -313,6 +317,7 @@ impl Arena {
             self.record_seal(lease, last_index)
                 .fetch_or(FROZEN, Ordering::SeqCst);
             self.accept_published(lease, sink)?;
+            // No new record came, so the frozen record is the last one.
             if lease.accepted_count == count_before {
                 lease.open_record = None;
             }
@@ -366,14 +371,15 @@ impl Arena {
     /// Poisons the first record that is not published: stores a seal in it after which the client can publish nothing
     /// more in this lease. The client may publish that record first: then it is accepted, and the next one is tried.
     ///
-    /// Fails if a record breaks the rules of the lease, or the client is faster in every try.
+    /// Fails if the client breaks the rules of its lease: by an invalid record, or by more changes than it has records.
     fn poison_next_record(
         &self,
         lease: &mut ClientLease,
         sink: &mut dyn FnMut(AcceptedBytes),
     ) -> Result<(), InvalidRecord> {
         let generation = lease.slab_lease.generation();
-        // A client that obeys the rules can win this race at most once for each record.
+        // A client that obeys the rules can be faster at most once for each record. One that is faster more often
+        // breaks them.
         for _ in 0..=lease.record_count {
             self.freeze_client(lease, sink)?;
             if lease.accepted_count == lease.record_count {
@@ -381,7 +387,7 @@ impl Arena {
             }
             let seal = self.record_seal(lease, lease.accepted_count);
             let seal_before = seal.load(Ordering::Acquire);
-            // The client published this record since the last accept: accept it, and try the next one.
+            // The client published this record since the last accept. The next round accepts it.
             if self
                 .read_client_piece(lease, lease.accepted_count)?
                 .is_some()
@@ -437,7 +443,7 @@ impl Arena {
         if self.lingering.count() == 0 {
             return 0;
         }
-        for slab in self.lingering.remove_gone(&self.tables) {
+        for slab in self.lingering.take_finished(&self.tables) {
             self.end_lease(slab);
         }
         self.lingering.count()

@@ -75,37 +75,39 @@ impl Arena {
         Self::create_with_spill(path, geometry, identity, Path::new(""))
     }
 
-    /// Creates an arena with a spill file at `spill`, of the size that `geometry` says. A spill file there is replaced
-    /// if its arena no longer exists.
+    /// Creates an arena with a spill file at `spill_path`, of the size that `geometry` says. A spill file there is
+    /// replaced if its arena no longer exists.
     pub fn create_with_spill(
         path: &Path,
         geometry: Geometry,
         identity: &Identity,
-        spill: &Path,
+        spill_path: &Path,
     ) -> Result<Self, ArenaError> {
-        Self::create_on(path, geometry, identity, spill, &Topology::one())
+        Self::create_on(path, geometry, identity, spill_path, &Topology::one())
     }
 
-    /// Creates an arena at `path`, with a spill file at the path `spill`, on a machine with several NUMA nodes. Each
-    /// node gets an equal part of the memory. Fails if the name `path` exists. The arena gets that name last, so a
-    /// failed call leaves no part of an arena under it.
+    /// Creates an arena at `path` for the backing directory `identity`, on a machine with the NUMA nodes of `topology`.
+    /// Each node gets an equal part of the memory. The spill file, if `geometry` has one, is created at `spill_path`.
+    ///
+    /// Fails if the name `path` exists. The name is given last, when the arena is complete. So a failed call leaves no
+    /// part of an arena under it.
     pub fn create_on(
         path: &Path,
         geometry: Geometry,
         identity: &Identity,
-        spill: &Path,
+        spill_path: &Path,
         topology: &Topology,
     ) -> Result<Self, ArenaError> {
         let unfinished_path = path.with_extension("unfinished");
-        // A firnd that crashed may have left a file under this name. No running firnd uses the file.
+        // A firnd that crashed may have left a file under this name. No arena in use has this name.
         let _ = rustix::fs::unlink(&unfinished_path);
         let NewFile { file, is_named } = NewFile::create(path, &unfinished_path)
             .map_err(|source| io_error(path, "create it", source))?;
         crash_point();
         let temporary_path = is_named.then_some(unfinished_path.as_path());
-        let created =
-            Self::initialise(path, file, geometry, identity, spill, topology).and_then(|arena| {
-                arena.publish_file(temporary_path, spill)?;
+        let created = Self::initialise(path, file, geometry, identity, spill_path, topology)
+            .and_then(|arena| {
+                arena.publish_file(temporary_path, spill_path)?;
                 Ok(arena)
             });
         // The error of the creation is returned. A file that cannot be removed is replaced by the next call.
@@ -118,50 +120,58 @@ impl Arena {
     }
 
     /// Gives the complete file its name. If this fails, removes the new spill file too, which no arena would use.
-    fn publish_file(&self, temporary_path: Option<&Path>, spill: &Path) -> Result<(), ArenaError> {
+    fn publish_file(
+        &self,
+        temporary_path: Option<&Path>,
+        spill_path: &Path,
+    ) -> Result<(), ArenaError> {
         crash_point();
         let linked = link_into_place(self.map.file(), temporary_path, &self.path);
         if linked.is_err() && self.spill.file().is_some() {
             // The error of the link is returned, and not that of the removal.
-            let _ = rustix::fs::unlink(spill);
+            let _ = rustix::fs::unlink(spill_path);
         }
         linked.map_err(|source| io_error(&self.path, "link it to its name", source))
     }
 
-    /// Fills the new file, which becomes an arena (shared memory for written bytes), and returns the arena attached to
-    /// it. The file gets the name `path` later. `spill` is the path of the spill file, which is created too if
-    /// `geometry` has one.
+    /// Makes the new `file` an arena (shared memory for written bytes), and returns it attached. Creates the spill file
+    /// at `spill_path` too, if `geometry` has one. The caller gives the file its name `path` later.
+    ///
+    /// The order matters
+    /// 1. The free space is read before memory is allocated, for the message if that fails.
+    /// 2. The NUMA nodes are chosen before memory is allocated, because pages that exist stay on their node.
+    /// 3. The journal is written before the superblock, so each arena with a superblock has a journal.
     fn initialise(
         path: &Path,
         file: rustix::fd::OwnedFd,
         geometry: Geometry,
         identity: &Identity,
-        spill: &Path,
+        spill_path: &Path,
         topology: &Topology,
     ) -> Result<Self, ArenaError> {
-        // Read before the allocation, because a failed allocation may have used up a part of the free bytes.
+        // A failed allocation may have used up a part of the free bytes.
         let free_bytes = rustix::fs::fstatvfs(&file).map_or(0, |fs| fs.f_bavail * fs.f_frsize);
-        let failed = |what| move |errno| creation_error(path, &geometry, free_bytes, what, errno);
-        rustix::fs::ftruncate(&file, geometry.file_bytes()).map_err(failed("set its length"))?;
+        let failed = |what, errno| creation_error(path, &geometry, free_bytes, what, errno);
+        rustix::fs::ftruncate(&file, geometry.file_bytes())
+            .map_err(|errno| failed("set its length", errno))?;
         let map = Map::new(path, file, geometry.file_bytes(), FileAccess::ReadWrite)
-            .map_err(|error| failed("map it")(error.errno()))?;
+            .map_err(|error| failed("map it", error.errno()))?;
         let map = Arc::new(map);
-        // Before the allocation: pages that exist stay on their NUMA node.
         prefer_numa_nodes(&map, &geometry, topology);
-        allocate_memory(&map, &geometry).map_err(failed("allocate it"))?;
+        allocate_memory(&map, &geometry).map_err(|errno| failed("allocate it", errno))?;
         crash_point();
-        let uuid = random_uuid(getrandom::fill).map_err(failed("get random numbers for it"))?;
-        let superblock = new_superblock(uuid, geometry, identity, spill);
+        let uuid = random_uuid(getrandom::fill)
+            .map_err(|errno| failed("get random numbers for it", errno))?;
+        let superblock = new_superblock(uuid, geometry, identity, spill_path);
         let spill_area = match geometry.spill_count {
             0 => SpillArea::default(),
-            _ => SpillArea::with_file(SpillFile::create(spill, &geometry, uuid, path)?),
+            _ => SpillArea::with_file(SpillFile::create(spill_path, &geometry, uuid, path)?),
         };
         let arena = Self {
             spill: spill_area,
             ..Self::assemble(path, map, superblock, topology)
         };
-        // The journal precedes the superblock: each arena with a superblock has a journal. It is only stored here, and
-        // opened later.
+        // The empty journal is only stored here. The caller opens it later.
         drop(Journal::create(arena.journal_region()));
         arena.map.write(0, &arena.superblock.encode());
         Ok(arena)
@@ -169,12 +179,12 @@ impl Arena {
 }
 
 /// Returns the superblock, the first page, of an arena that is created now. `identity` is the backing directory of its
-/// mount, and `spill` the path of the spill file.
+/// mount.
 fn new_superblock(
     uuid: [u8; 16],
     geometry: Geometry,
     identity: &Identity,
-    spill: &Path,
+    spill_path: &Path,
 ) -> Superblock {
     Superblock {
         uuid,
@@ -183,7 +193,7 @@ fn new_superblock(
         backing_ino: identity.ino,
         created_s: rustix::time::clock_gettime(rustix::time::ClockId::Realtime).tv_sec,
         backing_path: identity.backing.as_os_str().as_bytes().to_vec(),
-        spill_path: spill.as_os_str().as_bytes().to_vec(),
+        spill_path: spill_path.as_os_str().as_bytes().to_vec(),
     }
 }
 

@@ -6,13 +6,15 @@
 //!   on a local disk for bytes that no longer fit into memory.
 //! * A *chunk* is the unit in which the arena is allocated. Its data is in one *slot*, of memory or of the spill file.
 //! * The *home* of a chunk is that slot. A *move* copies the data to another slot.
-//! * A thread is *inside* a chunk from [`ChunkHomes::enter`] to [`ChunkHomes::leave`].
-//! * A chunk is *held* from [`ChunkHomes::hold`] to [`ChunkHomes::end_hold`].
+//! * A thread is *inside* a chunk from [`ChunkHomes::enter`] to [`ChunkHomes::leave`], while it uses the bytes. This
+//!   takes little time, and a move waits for it.
+//! * A *hold* is such a use without a time limit, from [`ChunkHomes::hold`] to [`ChunkHomes::end_hold`]. A move does
+//!   not wait for it, but takes another chunk.
 //!
 //! Promise: a chunk keeps its home while a thread is inside or holds it.
 //!
-//! Each chunk has one guard word in firnd's memory: two flags and the count of threads inside. A move goes through
-//! three states
+//! The *gate* of a chunk is its gate word in firnd's memory: two flags and the count of threads inside. A move goes
+//! through three states:
 //! * it sets COPYING and copies the bytes: readers still enter and leave, threads that change bytes are refused;
 //! * it sets CLOSED and waits until no thread is inside: threads that want to enter wait, for at most
 //!   [`CLOSE_TIMEOUT`];
@@ -28,20 +30,22 @@ use firn_format::home::Home;
 use crate::damage::Damage;
 use crate::tables::Tables;
 
-/// Flag of a guard word: threads that want to enter wait.
+/// Flag of a gate word: threads that want to enter wait.
 const CLOSED: u32 = 1 << 31;
-/// Flag of a guard word: a move copies the bytes, so no thread may change them.
+/// Flag of a gate word: a move copies the bytes, so no thread may change them.
 const COPYING: u32 = 1 << 30;
-/// Bits of a guard word that count the threads inside.
+/// Bits of a gate word that count the threads inside.
 const INSIDE_MASK: u32 = COPYING - 1;
 
 /// The longest time that a move waits for the threads inside. A read of a piece takes less. A write to the backing may
 /// take longer: then the move is abandoned, and the chunk moves later.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(2);
 
-/// Home word of a chunk that is free or whose home is unknown.
+/// Value of [`ChunkGate::home`] for a chunk that is free or has an unknown home.
+///
+/// The values here are not those of [`Home::to_word`], which are for the arena's file: 64 bits, with a checksum.
 const NO_HOME: u32 = u32::MAX;
-/// Flag of a home word: the slot is one of the spill file.
+/// Flag of [`ChunkGate::home`]: the slot is one of the spill file.
 const IN_SPILL: u32 = 1 << 31;
 
 /// The home of one chunk and its gate.
@@ -49,9 +53,9 @@ struct ChunkGate {
     /// The slot of its data, or `NO_HOME`.
     home: AtomicU32,
     /// Two flags and the count of threads inside.
-    guard: AtomicU32,
-    /// Number of uses without a time limit. Each of them also counts as a thread inside.
-    held: AtomicU32,
+    gate_word: AtomicU32,
+    /// Number of holds: uses without a time limit. Each of them also counts as a thread inside.
+    hold_count: AtomicU32,
 }
 
 /// The home and the gate of every chunk.
@@ -64,8 +68,8 @@ impl ChunkHomes {
     pub(crate) fn new(chunks: u32) -> Self {
         let gate = |_| ChunkGate {
             home: AtomicU32::new(NO_HOME),
-            guard: AtomicU32::new(0),
-            held: AtomicU32::new(0),
+            gate_word: AtomicU32::new(0),
+            hold_count: AtomicU32::new(0),
         };
         Self {
             chunks: (0..chunks).map(gate).collect(),
@@ -93,16 +97,16 @@ impl ChunkHomes {
             .store(word, Ordering::Release);
     }
 
-    fn guard(&self, chunk: u32) -> &AtomicU32 {
-        &self.chunks[chunk as usize].guard
+    fn gate_word(&self, chunk: u32) -> &AtomicU32 {
+        &self.chunks[chunk as usize].gate_word
     }
 
     /// Enters a chunk, which keeps its home until [`ChunkHomes::leave`]. Waits while a move has the gate closed.
     pub(crate) fn enter(&self, chunk: u32) {
-        while self.guard(chunk).fetch_add(1, Ordering::AcqRel) & CLOSED != 0 {
+        while self.gate_word(chunk).fetch_add(1, Ordering::AcqRel) & CLOSED != 0 {
             // The mover waits until no thread is inside, so this one leaves before it waits.
             self.leave(chunk);
-            while self.guard(chunk).load(Ordering::Acquire) & CLOSED != 0 {
+            while self.gate_word(chunk).load(Ordering::Acquire) & CLOSED != 0 {
                 std::thread::yield_now();
             }
         }
@@ -111,7 +115,8 @@ impl ChunkHomes {
     /// Enters a chunk to change its bytes. Returns false, without entering, while a move copies them: the change could
     /// miss the copy.
     pub(crate) fn enter_to_change(&self, chunk: u32) -> bool {
-        let may_change = self.guard(chunk).fetch_add(1, Ordering::AcqRel) & (CLOSED | COPYING) == 0;
+        let may_change =
+            self.gate_word(chunk).fetch_add(1, Ordering::AcqRel) & (CLOSED | COPYING) == 0;
         if !may_change {
             self.leave(chunk);
         }
@@ -120,9 +125,9 @@ impl ChunkHomes {
 
     /// Ends one [`ChunkHomes::enter`], or one [`ChunkHomes::enter_to_change`] that returned true.
     pub(crate) fn leave(&self, chunk: u32) {
-        let guard_before = self.guard(chunk).fetch_sub(1, Ordering::AcqRel);
+        let gate_before = self.gate_word(chunk).fetch_sub(1, Ordering::AcqRel);
         debug_assert!(
-            guard_before & INSIDE_MASK > 0,
+            gate_before & INSIDE_MASK > 0,
             "no thread is inside chunk {chunk}"
         );
     }
@@ -131,7 +136,7 @@ impl ChunkHomes {
     /// chunk instead of waiting.
     pub(crate) fn hold(&self, chunk: u32) {
         self.chunks[chunk as usize]
-            .held
+            .hold_count
             .fetch_add(1, Ordering::AcqRel);
         self.enter(chunk);
     }
@@ -139,39 +144,42 @@ impl ChunkHomes {
     /// Ends one [`ChunkHomes::hold`].
     pub(crate) fn end_hold(&self, chunk: u32) {
         self.leave(chunk);
-        let held_before = self.chunks[chunk as usize]
-            .held
+        let holds_before = self.chunks[chunk as usize]
+            .hold_count
             .fetch_sub(1, Ordering::AcqRel);
-        debug_assert!(held_before > 0, "chunk {chunk} is not held");
+        debug_assert!(holds_before > 0, "chunk {chunk} is not held");
     }
 
     /// Returns whether a use without a time limit keeps the chunk where it is.
     pub(crate) fn is_held(&self, chunk: u32) -> bool {
-        self.chunks[chunk as usize].held.load(Ordering::Acquire) > 0
+        self.chunks[chunk as usize]
+            .hold_count
+            .load(Ordering::Acquire)
+            > 0
     }
 
     /// Begins a move: no thread may change the bytes from now on. Returns false, and begins nothing, if a thread is
     /// inside.
     pub(crate) fn begin_copy(&self, chunk: u32) -> bool {
-        self.guard(chunk)
+        self.gate_word(chunk)
             .compare_exchange(0, COPYING, Ordering::AcqRel, Ordering::Acquire)
             .is_ok()
     }
 
-    /// Makes threads wait that want to use the bytes of a chunk, a unit of memory, after these were copied to another
-    /// place. Waits until no thread is inside, that is, uses the bytes.
+    /// Closes the gate of a chunk after its bytes were copied to another slot: from now on, threads that want to enter
+    /// wait. Then waits until all threads inside have left.
     ///
-    /// Returns false after [`CLOSE_TIMEOUT`]; the caller then keeps the old home, the old place of the bytes. In both
-    /// cases [`ChunkHomes::open_gate`] follows.
+    /// Returns false if that takes longer than [`CLOSE_TIMEOUT`]; the chunk then keeps its old slot. In both cases the
+    /// caller ends the move with [`ChunkHomes::open_gate`].
     pub(crate) fn close_gate(&self, chunk: u32) -> bool {
-        let guard_before = self.guard(chunk).fetch_or(CLOSED, Ordering::AcqRel);
+        let gate_before = self.gate_word(chunk).fetch_or(CLOSED, Ordering::AcqRel);
         debug_assert_eq!(
-            guard_before & (CLOSED | COPYING),
+            gate_before & (CLOSED | COPYING),
             COPYING,
             "chunk {chunk} is closed after its copy, once"
         );
         let deadline = Instant::now() + CLOSE_TIMEOUT;
-        while self.guard(chunk).load(Ordering::Acquire) & INSIDE_MASK != 0 {
+        while self.gate_word(chunk).load(Ordering::Acquire) & INSIDE_MASK != 0 {
             if Instant::now() >= deadline {
                 return false;
             }
@@ -182,21 +190,24 @@ impl ChunkHomes {
 
     /// Ends a move that is complete or abandoned: opens the gate and permits changes.
     pub(crate) fn open_gate(&self, chunk: u32) {
-        let guard_before = self
-            .guard(chunk)
+        let gate_before = self
+            .gate_word(chunk)
             .fetch_and(!(CLOSED | COPYING), Ordering::AcqRel);
         debug_assert!(
-            guard_before & COPYING > 0,
+            gate_before & COPYING > 0,
             "chunk {chunk} was not being copied"
         );
     }
 }
 
-/// Reads the home of each chunk (unit of allocation) in use, the slot that has its data, for an attach or a check. The
-/// index in the result is the chunk. A chunk that is free or damaged has none.
+/// Returns the home of each chunk, the slot that has its data, for an attach or a check. The index in the result is the
+/// chunk. A chunk that is free or damaged has none.
 ///
 /// A home word that is not valid is damage. Two chunks that name the same slot are both damaged, because it is unknown
 /// which of them owns the slot.
+///
+/// During a check, firnd may use the arena. So a chunk that looks damaged is read again: it may have been freed or
+/// moved after the first read.
 pub(crate) fn read_homes(tables: &Tables, damage: &mut Vec<Damage>) -> Vec<Option<Home>> {
     let geometry = tables.geometry();
     let read_word = |chunk| tables.home(chunk).load(Ordering::Acquire);
@@ -209,7 +220,7 @@ pub(crate) fn read_homes(tables: &Tables, damage: &mut Vec<Damage>) -> Vec<Optio
         }
         let word = read_word(chunk);
         let Some(home) = decode_home(word, chunk, geometry) else {
-            // A check may run while firnd uses the arena: the chunk was perhaps freed between the reads.
+            // Not damaged if it has been freed since.
             if is_in_use(chunk) && read_word(chunk) == word {
                 damage.push(Damage::HomeWord { chunk, word });
             }
@@ -219,7 +230,7 @@ pub(crate) fn read_homes(tables: &Tables, damage: &mut Vec<Damage>) -> Vec<Optio
         let Some(earlier_chunk) = chunk_by_home.insert(home, chunk) else {
             continue;
         };
-        // For the same reason the earlier chunk is read again: it perhaps has another home now.
+        // Not damaged if the earlier chunk has been freed or moved since: then its slot was free for this chunk.
         let has_same_home = is_in_use(earlier_chunk)
             && Home::from_word(read_word(earlier_chunk), earlier_chunk) == Some(home);
         if has_same_home {

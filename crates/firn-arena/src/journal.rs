@@ -17,6 +17,6 @@ mod ledger;
 mod medium;
 mod records;
 
-pub use ledger::{DrainedRange, KnownFile, Ledger, ModifiedAt, Path, PathState};
+pub use ledger::{DrainedRange, KnownFile, KnownName, Ledger, ModifiedAt, PathState};
 pub use medium::{Medium, Memory};
 pub use records::{Damage, Full, Journal, Replay, replay};

@@ -60,14 +60,14 @@ impl Arena {
         let Some(taken) = pool.take_slab_of_at_most(class, numa_node) else {
             // No lock is held during a callback.
             drop(pool);
-            self.listeners.report_memory_used(self.geometry.chunk_count);
+            self.callbacks.report_memory_used(self.geometry.chunk_count);
             return None;
         };
         let lease = self.begin_lease(&taken);
         let memory_used = pool.memory_used();
         drop(pool);
         if taken.new_slot.is_some() {
-            self.listeners.report_memory_used(memory_used);
+            self.callbacks.report_memory_used(memory_used);
         }
         Some(lease)
     }
@@ -172,7 +172,7 @@ impl Arena {
         self.uses.end_lease();
         self.release_uses(slab, PIN);
         if may_chunk_move {
-            self.listeners.report_memory_used(memory_used);
+            self.callbacks.report_memory_used(memory_used);
         }
     }
 }

@@ -20,6 +20,7 @@
 
 mod arena;
 mod attach;
+mod callbacks;
 mod check;
 mod client;
 mod create;
@@ -28,7 +29,6 @@ mod homes;
 pub mod journal;
 mod lease;
 mod lingering;
-mod listeners;
 pub mod live;
 mod map;
 mod memory_files;

@@ -12,7 +12,7 @@
 //!   in the middle of a copy, or if its firnd died.
 //! * After [`revoke_all`], no client publishes a record in a lease of an earlier firnd.
 //!
-//! Relies on: a caller that adds a slab here has pinned it, and unpins it when [`LingeringWriters::remove_gone`]
+//! Relies on: a caller that adds a slab here has pinned it, and unpins it when [`LingeringWriters::take_finished`]
 //! returns it.
 
 use std::sync::atomic::Ordering;
@@ -66,24 +66,25 @@ impl LingeringWriters {
         self.writers.lock().len()
     }
 
-    /// Removes the writers that have stopped or died from the list, and clears their writer words. Returns their slabs,
-    /// into which no process stores bytes any more.
-    pub(crate) fn remove_gone(&self, tables: &Tables) -> Vec<SlabRef> {
+    /// Takes the clients that have stopped or died off the list, and clears their writer words. Returns their slabs.
+    /// No process stores bytes into these any more, and the caller may free them.
+    pub(crate) fn take_finished(&self, tables: &Tables) -> Vec<SlabRef> {
         let mut writers = self.writers.lock();
-        let is_gone = |writer: &mut LingeringWriter| {
+        // The test itself clears the word of a client that is not storing bytes, so the client cannot begin again.
+        let has_finished = |writer: &mut LingeringWriter| {
             try_clear_writer_word(tables, writer.slab, writer.generation) || !is_alive(writer.pid)
         };
-        let freed_slabs: Vec<SlabRef> = writers
-            .extract_if(.., is_gone)
+        let slabs: Vec<SlabRef> = writers
+            .extract_if(.., has_finished)
             .map(|writer| writer.slab)
             .collect();
         // The slabs are not in the list any more, so the rest needs no lock.
         drop(writers);
-        // A client that died may have left its word at "storing".
-        for slab in &freed_slabs {
+        // The word of a client that died during a copy still says that it is storing bytes.
+        for slab in &slabs {
             tables.writer(*slab).store(0, Ordering::Release);
         }
-        freed_slabs
+        slabs
     }
 }
 
@@ -148,13 +149,14 @@ fn revoke_slab(tables: &Tables, slab: SlabRef, class: Class) -> Option<Lingering
     }
     let generation = tables.generation(slab).load(Ordering::Acquire);
     crash_point();
-    // Called before the writer word is cleared, because a crash after that would leave these records valid for ever.
-    // Called again after it, because the client may have published more in between.
-    void_beyond_max(tables, slab, class, generation);
-    let has_stopped = try_clear_writer_word(tables, slab, generation);
-    void_beyond_max(tables, slab, class, generation);
-    let pid = tables.holder(slab).load(Ordering::Acquire);
-    if has_stopped || !is_alive(pid) {
+    // Records beyond the largest file offset must be voided before the writer word is cleared: a later attach skips a
+    // slab without a writer word, so after a crash they would remain valid. They are voided again after it, because the
+    // client may have published more in between.
+    void_records_beyond_offset_max(tables, slab, class, generation);
+    let was_idle = try_clear_writer_word(tables, slab, generation);
+    void_records_beyond_offset_max(tables, slab, class, generation);
+    let pid = tables.client_pid(slab).load(Ordering::Acquire);
+    if was_idle || !is_alive(pid) {
         writer.store(0, Ordering::Release);
         return None;
     }
@@ -166,9 +168,10 @@ fn revoke_slab(tables: &Tables, slab: SlabRef, class: Class) -> Option<Lingering
     })
 }
 
-/// Voids records that firnd would not have accepted from a client, because their bytes end beyond the largest offset of
-/// a file. As pending bytes they could be neither written to the backing nor dropped.
-fn void_beyond_max(tables: &Tables, slab: SlabRef, class: Class, generation: u64) {
+/// Voids the records of a slab that describe bytes beyond the largest file offset: their seal becomes the poison seal,
+/// with which a record never counts. firnd would not have accepted them from the client. As pending bytes they could be
+/// neither written to the backing nor dropped.
+fn void_records_beyond_offset_max(tables: &Tables, slab: SlabRef, class: Class, generation: u64) {
     let bytes = tables.bytes_of(class, slab.slab);
     for record in tables.records_of(class, slab.slab) {
         let record_ref = PieceRef { slab, record };
@@ -193,35 +196,36 @@ fn void_beyond_max(tables: &Tables, slab: SlabRef, class: Class, generation: u64
     }
 }
 
-/// Ends what a client can publish in a slab. Freezes the published records, so that they cannot grow, and poisons the
-/// first record that is not published. A client publishes the records in order, so it can publish none after that one
-/// in this lease.
+/// Makes sure that the client of a slab can publish nothing more in this lease. Each published record is frozen: it
+/// remains valid, but cannot grow. The first record that is not published is poisoned: it can never be published. A
+/// client publishes the records in order, so none can follow it.
 fn poison_slab(tables: &Tables, slab: SlabRef, class: Class, generation: u64) {
     let bytes = tables.bytes_of(class, slab.slab);
-    let mut records = tables.records_of(class, slab.slab).peekable();
-    while let Some(&record) = records.peek() {
+    for record in tables.records_of(class, slab.slab) {
         let record_ref = PieceRef { slab, record };
         let seal = tables.seal(record_ref);
-        let seal_before = seal.load(Ordering::Acquire);
-        let is_published = tables
-            .load(record_ref)
-            .check(generation, bytes.start.into(), bytes.end.into())
-            .is_ok();
-        crash_point();
-        if is_published {
-            seal.fetch_or(FROZEN, Ordering::SeqCst);
-            records.next();
-            continue;
-        }
-        // The exchange fails if the client publishes the record at this instant. Then the loop reads the record again.
-        let poisoned = seal.compare_exchange(
-            seal_before,
-            poison_seal(generation),
-            Ordering::SeqCst,
-            Ordering::Relaxed,
-        );
-        if poisoned.is_ok() {
-            return;
+        // Ends when the record is frozen or poisoned. A retry is needed only if the client publishes it at this
+        // instant.
+        loop {
+            let seal_before = seal.load(Ordering::Acquire);
+            let is_published = tables
+                .load(record_ref)
+                .check(generation, bytes.start.into(), bytes.end.into())
+                .is_ok();
+            crash_point();
+            if is_published {
+                seal.fetch_or(FROZEN, Ordering::SeqCst);
+                break;
+            }
+            let poisoned = seal.compare_exchange(
+                seal_before,
+                poison_seal(generation),
+                Ordering::SeqCst,
+                Ordering::Relaxed,
+            );
+            if poisoned.is_ok() {
+                return;
+            }
         }
     }
 }

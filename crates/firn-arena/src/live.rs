@@ -1,16 +1,17 @@
 //! The live table of a mount: what the kernel knows of the mount. If firnd, the process that serves the mount, dies,
-//! the next firnd reads the table and continues the mount.
+//! the next firnd reads the table and continues the mount. Messages call it "the table of open files".
 //!
 //! The table is a mapped file beside the arena (the shared memory with written bytes), so it outlives firnd. It records
 //! the nodes that the kernel knows, open handles, requests under way, transactions and file locks.
 //!
 //! Terms
-//! * A *cell* is a record of fixed size. It counts only while its first word, the *seal*, is valid.
+//! * A *cell* is a record of fixed size. Its first word, the *seal*, is a checksum; a cell without a valid one is
+//!   ignored.
 //! * A *node* is an object of the file system with its name. It has several cells if its name is long.
 //! * A *look-up* is a reference that the kernel has to a node. The kernel counts them, and returns them when it forgets
 //!   the node.
-//! * An *undone scope* is the entry that the transaction of a directory or checkpoint was aborted, because its firnd
-//!   died. Further entries say which processes were informed of the abort.
+//! * An *undone scope* is a directory or checkpoint with a transaction that was aborted, because its firnd died.
+//!   Further entries say which processes were informed of the abort.
 //!
 //! Promises
 //! * If firnd dies at any instant, [`LiveTable::open`] finds everything that was recorded. A node is found at each
@@ -172,13 +173,12 @@ impl LiveTable {
                 ..Cells::default()
             }),
         };
-        table.find_free_cells(&contents);
+        table.free_unused_cells(&contents);
         Ok((table, EarlierTable { header, contents }))
     }
 
-    /// Makes all cells, the records of fixed size in the table, free that are in no valid entry of `contents`. Damaged
-    /// cells are among them.
-    fn find_free_cells(&self, contents: &Contents) {
+    /// Frees every cell (a record of fixed size) that belongs to no valid entry of `contents`, damaged cells included.
+    fn free_unused_cells(&self, contents: &Contents) {
         let mut cells = self.cells.lock();
         let used_cells = cells_of(&contents.nodes)
             .chain(cells_of(&contents.handles))
@@ -254,7 +254,7 @@ impl LiveTable {
     }
 
     /// Counts a takeover that begins, and returns the new count. The count distinguishes numbers that this firnd
-    /// assigns from those that earlier firnds assigned.
+    /// assigns from those that an earlier firnd assigned.
     pub fn count_takeover(&self) -> u64 {
         let count = self.takeovers() + 1;
         self.set_word(word::TAKEOVERS, count);
@@ -467,13 +467,15 @@ impl LiveTable {
     /// Ends the rename of a node, a file or directory that the kernel knows: from now on it is recorded only under this
     /// name. A `parent` of 0 means that it has no name any more. Other names that were recorded for it are removed.
     pub fn end_rename(&self, id: u64, parent: u64, name: &[u8]) {
-        let has_name = |entry: &NodeCells| entry.node.parent == parent && entry.node.name == name;
-        // After a rename that failed, this is the old name. Then the node is recorded as moved back to it.
-        let is_name_recorded = {
+        let has_other_name =
+            |entry: &NodeCells| !(entry.node.parent == parent && entry.node.name == name);
+        let must_record_name = {
             let cells = self.cells.lock();
-            cells.nodes.get(&id).is_none_or(has_name)
+            cells.nodes.get(&id).is_some_and(has_other_name)
         };
-        if !is_name_recorded {
+        // A rename that failed ends with the old name, while the new one is recorded. The old one is recorded again
+        // first, in the same way as at the begin of a rename.
+        if must_record_name {
             self.begin_rename(id, parent, name);
         }
         let mut cells = self.cells.lock();
@@ -730,8 +732,8 @@ impl LiveTable {
             .collect()
     }
 
-    /// Records the file locks that are held by means of a lock file, a file in the backing for locks between hosts.
-    /// They replace those that were recorded for this lock file.
+    /// Records the locks of one lock file, which coordinates file locks between hosts. `locks` replaces all locks that
+    /// were recorded for it.
     ///
     /// New locks are recorded before the others are removed. So a lock that was recorded before, and is among `locks`,
     /// is in the table at each instant. Returns false if there is no room; the earlier locks then remain recorded too.
@@ -739,12 +741,14 @@ impl LiveTable {
     pub fn set_file_locks(&self, lock_file: u64, locks: &[FileLock]) -> bool {
         let mut cells = self.cells.lock();
         let earlier = cells.file_locks.remove(&lock_file).unwrap_or_default();
-        let (mut recorded, ended): (Vec<_>, Vec<_>) = earlier
+        let (kept, ended): (Vec<_>, Vec<_>) = earlier
             .into_iter()
-            .partition(|recorded| locks.contains(&recorded.entry));
+            .partition(|earlier_lock| locks.contains(&earlier_lock.entry));
+        let mut recorded = kept;
         let mut has_room = true;
         for lock in locks {
-            if recorded.iter().any(|recorded| recorded.entry == *lock) {
+            let is_recorded = recorded.iter().any(|known_lock| known_lock.entry == *lock);
+            if is_recorded {
                 continue;
             }
             let Some(cell) = self.allocate_cell(&mut cells) else {
@@ -755,7 +759,7 @@ impl LiveTable {
             recorded.push(Recorded { entry: *lock, cell });
         }
         if has_room {
-            let ended_cells: Vec<u32> = ended.iter().map(|ended| ended.cell).collect();
+            let ended_cells: Vec<u32> = ended.iter().map(|ended_lock| ended_lock.cell).collect();
             self.free(&mut cells, &ended_cells);
         } else {
             recorded.extend(ended);

@@ -384,20 +384,20 @@ impl Medium for JournalRegion {
         if punched.is_err() {
             // The file system makes no holes, so zeros are written instead. Bytes that were never written are zeros
             // already, so the write ends with the last used byte.
-            let used_len = self.used(position, len);
+            let used_len = self.data_len(position, len);
             self.map.write(offset, &vec![0; used_len]);
         }
         std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
     }
 
-    /// Returns how many bytes of the range, from its start on, may be other than zero. Returns `len` if the file system
-    /// cannot say.
-    fn used(&self, position: usize, len: usize) -> usize {
+    /// Returns the length of the range up to the end of its last data; all bytes after that are zero. Returns `len` if
+    /// the file system cannot say where data is.
+    fn data_len(&self, position: usize, len: usize) -> usize {
         let start = self.offset + position as u64;
         let end = self.offset + (position + len) as u64;
-        // A file on tmpfs consists of ranges with data and holes. The end of the last range with data is searched for.
+        // A file on tmpfs consists of ranges with data and holes. The loop steps over all of them.
         let mut offset = start;
-        let mut used_end = start;
+        let mut last_data_end = start;
         while offset < end {
             let data_start = match rustix::fs::seek(self.map.file(), SeekFrom::Data(offset)) {
                 Ok(data_start) if data_start < end => data_start,
@@ -409,9 +409,9 @@ impl Medium for JournalRegion {
             else {
                 return len;
             };
-            used_end = hole_start.min(end);
+            last_data_end = hole_start.min(end);
             offset = hole_start;
         }
-        (used_end - start) as usize
+        (last_data_end - start) as usize
     }
 }

@@ -9,11 +9,14 @@
 //!   can be the memory of one slot.
 //! * A slot is *in a memory file* if its memory is a part of that file instead of the arena's file. The part is mapped
 //!   at the slot's address, and the arena's file has a hole there. So the bytes take memory only once.
-//! * A slot in a memory file is *idle* if it has no chunk.
 //! * The *location word* of a slot, in the arena, names the memory file that has the slot's bytes
 //!   ([`firn_format::memory_file`]).
-//! * A memory file is *shared* once the kernel or another process may read it directly. It is a *view* while the kernel
-//!   has it open for readers.
+//!
+//! | state | of | meaning |
+//! |---|---|---|
+//! | idle | a slot in a memory file | it has no chunk |
+//! | shared | a memory file | the kernel or another process may read it directly, or may have done so |
+//! | view | a shared memory file | the kernel has it open for readers now |
 //!
 //! Promises
 //! * A slot is moved between the arena's file and a memory file only while no chunk is in it.
@@ -25,7 +28,7 @@
 //!
 //! Relies on: one thread creates memory files and fills them. Any thread may return idle slots.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsString;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
@@ -109,6 +112,11 @@ impl MemoryFile {
     /// Returns the number in the file's name.
     pub fn number(&self) -> u16 {
         self.number
+    }
+
+    /// Returns the slot that has part `index` of the file as its memory. Returns `None` if the part has no slot.
+    fn slot_of_part(&self, index: u16) -> Option<u32> {
+        self.slots.lock().get(usize::from(index)).copied().flatten()
     }
 
     /// Returns the file, to map or read it.
@@ -396,17 +404,18 @@ pub fn remove_memory_files(arena: &Path) {
 
 /// A slot whose bytes are in a memory file, as an attach or a check reads it from the arena.
 pub(crate) struct MemoryFileSlot {
-    pub(crate) slot: u32,
+    slot: u32,
     /// Where its bytes are. The error says why its location word is not valid, or why the memory file cannot be used.
-    pub(crate) location: Result<FoundLocation, String>,
-    /// Whether a chunk has its data in the slot.
+    found: Result<FoundLocation, String>,
+    /// Whether a chunk has its data in the slot. Set by [`exclude_unreadable_slots`].
     has_chunk: bool,
 }
 
 /// The part of a memory file that has the bytes of a slot, as an attach or a check finds it.
-pub(crate) struct FoundLocation {
-    pub(crate) file: Arc<MemoryFile>,
-    pub(crate) index: u16,
+struct FoundLocation {
+    file: Arc<MemoryFile>,
+    /// Index of the part of the file.
+    index: u16,
     /// Number of bytes of the slot that the file has. The file may end inside the slot.
     bytes: u64,
 }
@@ -425,7 +434,7 @@ pub(crate) fn read_memory_file_slots(
         if word == IN_ARENA_FILE {
             continue;
         }
-        let location = match MemoryFileLocation::from_word(word, slot, uuid) {
+        let found = match MemoryFileLocation::from_word(word, slot, uuid) {
             Some(location) => open_location(files, location, tables.geometry().chunk_bytes),
             None => Err(format!(
                 "place word {word:#018x} is invalid for slot {slot}"
@@ -433,7 +442,7 @@ pub(crate) fn read_memory_file_slots(
         };
         slots.push(MemoryFileSlot {
             slot,
-            location,
+            found,
             has_chunk: false,
         });
     }
@@ -461,9 +470,12 @@ fn open_location(
     })
 }
 
-/// Finds the chunks with data in a memory file that is missing or too short for their pieces, the recorded ranges of
-/// bytes. Removes their homes from `homes`, because their data cannot be read, and adds the pieces in them to `damage`.
-pub(crate) fn report_unreadable_slots(
+/// Excludes the slots of which the data cannot be read: the memory file is missing, or too short for the pieces
+/// (recorded ranges of bytes) in the slot.
+///
+/// For each such slot with a chunk, `slots` gets the reason, `homes` loses the home of the chunk, and `damage` gets one
+/// entry. Also sets `has_chunk` of each slot.
+pub(crate) fn exclude_unreadable_slots(
     slots: &mut [MemoryFileSlot],
     pieces: &[StoredPiece],
     homes: &mut [Option<Home>],
@@ -486,11 +498,11 @@ pub(crate) fn report_unreadable_slots(
             .filter(|stored| stored.record.slab.chunk == chunk)
             .map(|stored| stored.piece)
             .collect();
-        let Err(reason) = check_length(&memory_file_slot.location, &chunk_pieces) else {
+        let Err(reason) = check_length(&memory_file_slot.found, &chunk_pieces) else {
             continue;
         };
         homes[chunk as usize] = None;
-        memory_file_slot.location = Err(reason.clone());
+        memory_file_slot.found = Err(reason.clone());
         damage.push(Damage::MemoryFile {
             chunk,
             slot,
@@ -502,8 +514,8 @@ pub(crate) fn report_unreadable_slots(
 }
 
 /// Checks that the memory file of a slot has all bytes of the pieces in the slot. The error says why it does not.
-fn check_length(location: &Result<FoundLocation, String>, pieces: &[Piece]) -> Result<(), String> {
-    let location = location.as_ref().map_err(String::clone)?;
+fn check_length(found: &Result<FoundLocation, String>, pieces: &[Piece]) -> Result<(), String> {
+    let location = found.as_ref().map_err(String::clone)?;
     let needed_bytes = pieces
         .iter()
         .map(|piece| u64::from(piece.position) + u64::from(piece.len))
@@ -520,43 +532,40 @@ fn check_length(location: &Result<FoundLocation, String>, pieces: &[Piece]) -> R
 
 impl Arena {
     /// At attach: maps the memory files at the addresses of the slots whose bytes they have. A slot is memory for one
-    /// chunk, and its location word names its memory file. `homes` has the slot of each chunk.
+    /// chunk, and its location word names its memory file.
     ///
-    /// | slot | without a chunk | with a chunk |
+    /// | slot | with a chunk | without a chunk |
     /// |---|---|---|
-    /// | its location is not valid | counts as a slot of the arena's file | is not used by this firnd |
-    /// | its memory file cannot be mapped | is not used by this firnd | is an error |
+    /// | its memory file cannot be mapped | is an error | is unusable until the next attach |
+    /// | its location is not valid | is unusable until the next attach | counts as a slot of the arena's file |
     pub(crate) fn map_memory_file_slots(
         &self,
         slots: Vec<MemoryFileSlot>,
-        homes: &[Option<Home>],
     ) -> Result<(), ArenaError> {
-        let used_slots: HashSet<u32> = homes
-            .iter()
-            .filter_map(|home| match home {
-                Some(Home::Memory(slot)) => Some(*slot),
-                _ => None,
-            })
-            .collect();
         for memory_file_slot in slots {
-            let slot = memory_file_slot.slot;
-            let Ok(location) = memory_file_slot.location else {
-                if memory_file_slot.has_chunk {
+            let MemoryFileSlot {
+                slot,
+                found,
+                has_chunk,
+            } = memory_file_slot;
+            match found {
+                Ok(location) => {
+                    let Err(source) = self.map_memory_file_slot(slot, &location) else {
+                        continue;
+                    };
+                    if has_chunk {
+                        let path = quoted_path(&self.path);
+                        let what = "map one of its memory files";
+                        return Err(ArenaError::Io { path, what, source });
+                    }
                     self.pool.lock().exclude_slot(slot);
-                } else {
+                }
+                Err(_) if has_chunk => self.pool.lock().exclude_slot(slot),
+                Err(_) => {
                     self.tables
                         .location_word(slot)
                         .store(IN_ARENA_FILE, Ordering::Release);
                 }
-                continue;
-            };
-            if let Err(source) = self.map_memory_file_slot(slot, &location) {
-                if used_slots.contains(&slot) {
-                    let path = quoted_path(&self.path);
-                    let what = "map one of its memory files";
-                    return Err(ArenaError::Io { path, what, source });
-                }
-                self.pool.lock().exclude_slot(slot);
             }
         }
         Ok(())
@@ -644,19 +653,18 @@ impl Arena {
             .all(|slot| slot.is_some_and(|slot| pool.is_idle_slot(slot)))
     }
 
-    /// Leases part `index` of a memory file (the bytes of one large file) to its writer, as one slab. Called by the
-    /// thread that fills memory files.
+    /// Leases part `index` of a memory file (the bytes of one large file) to its writer. The whole part is one slab.
+    /// Called by the thread that fills memory files.
     ///
-    /// If the part has no slot yet, a free slot is moved to it; `reserved_slots` slots stay free for other writers.
-    /// Returns `None` if no slot or no chunk is available.
+    /// If the part has no slot of the arena yet, a free slot is moved to it; `reserved_slots` slots stay free for other
+    /// writers. Returns `None` if no slot or no chunk is available.
     pub fn lease_memory_slot(
         &self,
         file: &Arc<MemoryFile>,
         index: u16,
         reserved_slots: u32,
     ) -> Result<Option<Lease>, Errno> {
-        let existing_slot = file.slots.lock().get(usize::from(index)).copied().flatten();
-        let slot = match existing_slot {
+        let slot = match file.slot_of_part(index) {
             Some(slot) => slot,
             None => match self.move_slot_to_memory_file(file, index, reserved_slots)? {
                 Some(slot) => slot,
@@ -664,7 +672,7 @@ impl Arena {
             },
         };
         let mut pool = self.pool.lock();
-        let Some(taken) = pool.divide_chunk_in_idle_slot(slot) else {
+        let Some(taken) = pool.lease_idle_slot(slot) else {
             return Ok(None);
         };
         let lease = self.begin_lease(&taken);
@@ -673,10 +681,10 @@ impl Arena {
     }
 
     /// Moves a free slot, the memory for one chunk, from the arena's file to part `index` of a memory file, and returns
-    /// it. The memory file then is mapped at the slot's address.
+    /// it. Afterwards the memory file is mapped at the slot's address.
     ///
-    /// Returns `None` if at most `reserved_slots` slots are free. After an error the slot is in the arena's file, and
-    /// free.
+    /// Returns `None` if at most `reserved_slots` slots are free. After an error the slot is free again, in the arena's
+    /// file. If that file cannot be mapped there again, the slot is unusable until the next attach.
     fn move_slot_to_memory_file(
         &self,
         file: &Arc<MemoryFile>,
@@ -697,11 +705,7 @@ impl Arena {
             })
             .and_then(|()| self.map.populate_huge(offset, bytes));
         if let Err(errno) = mapped {
-            // The location word still says that the slot is in the arena's file.
-            self.map.map_arena_file_at(offset, bytes)?;
-            // Memory that cannot be freed now is used again when the part gets a slot.
-            let _ = free_memory(file.file(), file_offset, bytes);
-            self.pool.lock().restore_free_slot(slot);
+            self.undo_slot_move(slot, file, file_offset)?;
             return Err(errno);
         }
         let location = MemoryFileLocation {
@@ -714,11 +718,23 @@ impl Arena {
             .location_word(slot)
             .store(word, Ordering::Release);
         crash_point();
-        // A crash before this leaves memory in both files; the next attach frees it.
+        // After a crash before this, or a failure, both files have memory for the slot; the next attach frees it here.
         let _ = free_memory(self.map.file(), offset, bytes);
         self.memory_files.add_slot(file, index, slot);
         self.pool.lock().record_in_memory_file(slot);
         Ok(Some(slot))
+    }
+
+    /// Undoes a move of a slot to `file_offset` of a memory file that failed before the location word was stored: the
+    /// slot is in the arena's file again, and free. Fails if the arena's file cannot be mapped there.
+    fn undo_slot_move(&self, slot: u32, file: &MemoryFile, file_offset: u64) -> Result<(), Errno> {
+        let bytes = self.geometry.chunk_bytes;
+        let offset = self.geometry.slot_offset(slot);
+        self.map.map_arena_file_at(offset, bytes)?;
+        // If this fails, the part keeps its memory, which is used when the part gets a slot.
+        let _ = free_memory(file.file(), file_offset, bytes);
+        self.pool.lock().restore_free_slot(slot);
+        Ok(())
     }
 
     /// Makes a memory file at least `len` bytes long.
@@ -809,8 +825,9 @@ impl Arena {
             .slot_location(slot)
             .filter(|location| !location.file.is_shared());
         if let Some(SlotLocation { file, index }) = &unshared_location {
-            // The old memory is freed first, because the new memory may need it. No reader has a file that is not
-            // shared.
+            // The old memory is freed first, because the new memory may need it. Only in a file that no reader has open
+            // may this come first. After a crash here, the location word still names the file. The slot has no chunk,
+            // so its bytes do not matter.
             let _ = free_memory(file.file(), u64::from(*index) * bytes, bytes);
         }
         let mapped = self
@@ -830,7 +847,7 @@ impl Arena {
         crash_point();
         self.memory_files.remove_slot(slot);
         self.pool.lock().record_in_arena_file(slot);
-        self.listeners.report_freed();
+        self.callbacks.report_freed();
         true
     }
 

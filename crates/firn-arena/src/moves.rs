@@ -116,7 +116,7 @@ impl Arena {
 
     /// Returns whether a chunk could move to the spill file and so make room in memory.
     pub fn can_spill(&self) -> bool {
-        // A pinned chunk counts as movable: its I/O ends soon. A held chunk does not: it may be held for ever.
+        // A pinned chunk counts as movable: its I/O ends soon. A held chunk does not: the hold has no time limit.
         self.spill.usable_file().is_some()
             && self
                 .pool
@@ -193,13 +193,14 @@ impl Arena {
         self.map.write(offset, data);
     }
 
-    /// Copies `len` bytes of one slab (a part of shared memory) to another one, which the caller has leased. The first
-    /// one is pinned, so it cannot be freed meanwhile. Both positions count from the start of the chunk that the slab
-    /// is a part of. Readers see the copy only after it is published. Fails if the bytes are in the spill file and
-    /// cannot be read.
+    /// Copies `len` bytes of the slab `source` to the slab that `lease` gives to the caller. Readers see the copy only
+    /// after it is published. Fails if the bytes are in the spill file and cannot be read.
+    ///
+    /// The caller must have pinned `source`, so that it is not freed meanwhile. Both positions count from the start of
+    /// the chunk that the slab is a part of.
     pub fn copy_slab(
         &self,
-        (source, position): (SlabRef, u32),
+        (source, source_position): (SlabRef, u32),
         lease: &Lease,
         target_position: u32,
         len: usize,
@@ -207,9 +208,11 @@ impl Arena {
         let target_end = u64::from(target_position) + len as u64;
         assert!(lease.start() <= target_position && target_end <= u64::from(lease.end()));
         let target_offset = self.data_offset(lease.slab().chunk) + u64::from(target_position);
-        match self.find_bytes(source, position, len as u32) {
+        match self.find_bytes(source, source_position, len as u32) {
             PieceBytes::Memory(_) => {
-                let source_offset = self.arena_offset(source, position).ok_or(Errno::IO)?;
+                let source_offset = self
+                    .arena_offset(source, source_position)
+                    .ok_or(Errno::IO)?;
                 self.map
                     .copy_within(source_offset, target_offset, len as u64);
                 Ok(())
@@ -238,8 +241,8 @@ impl Arena {
         offset.is_some()
     }
 
-    /// Copies pending bytes, which are not in the backing yet, to `out`. They are in the slab from `position` on,
-    /// counted from the start of the chunk. Fails if they are in the spill file and cannot be read.
+    /// Fills `out` with pending bytes (not in the backing yet) of a slab. `position` counts from the start of the
+    /// slab's chunk. Fails if the bytes are in the spill file and cannot be read.
     pub fn copy_out(&self, slab: SlabRef, position: u32, out: &mut [u8]) -> Result<(), Errno> {
         self.homes.enter(slab.chunk);
         let result = match self.find_bytes(slab, position, out.len() as u32) {
@@ -306,7 +309,7 @@ impl Arena {
         }
         // An error of the copy is returned only now, after the move has ended and the gate is open.
         copied?;
-        self.listeners.report_freed();
+        self.callbacks.report_freed();
         if !has_moved {
             return Ok(SpillOutcome::Again);
         }

@@ -25,12 +25,10 @@ pub(crate) fn open_arena(
     path: &Path,
     access: FileAccess,
 ) -> Result<(Arc<Map>, Superblock), ArenaError> {
-    let io = |what| {
-        move |source| ArenaError::Io {
-            path: quoted_path(path),
-            what,
-            source,
-        }
+    let io_error = |what, source| ArenaError::Io {
+        path: quoted_path(path),
+        what,
+        source,
     };
     let distrusted = |reason| ArenaError::Distrusted {
         path: quoted_path(path),
@@ -48,17 +46,21 @@ pub(crate) fn open_arena(
             found: "a symbolic link",
             expected: "a regular file",
         }),
-        errno => io("open it")(errno),
+        errno => io_error("open it", errno),
     })?;
-    let stat = rustix::fs::fstat(&file).map_err(io("stat it"))?;
+    let stat = rustix::fs::fstat(&file).map_err(|errno| io_error("stat it", errno))?;
     let file_len = stat.st_size as u64;
     let trust =
         FileMetadata::from_stat(&stat).check(Expected::File, rustix::process::geteuid().as_raw());
+    // Only the type is refused here, because no superblock is read from a device or pipe. The rest of `trust` follows
+    // after the superblock.
     if let Err(reason @ Distrust::Kind { .. }) = trust {
         return Err(distrusted(reason));
     }
     let mut superblock_bytes = vec![0u8; SUPERBLOCK_BYTES.min(file_len as usize)];
-    rustix::io::pread(&file, &mut superblock_bytes[..], 0).map_err(io("read it"))?;
+    // After a short read the rest is zeros, and the checksum of the superblock does not match.
+    rustix::io::pread(&file, &mut superblock_bytes[..], 0)
+        .map_err(|errno| io_error("read it", errno))?;
     // Checked before the owner and the mode: to a user, "not an arena" is the more useful message.
     let superblock = Superblock::decode(&superblock_bytes).map_err(invalid)?;
     trust.map_err(distrusted)?;

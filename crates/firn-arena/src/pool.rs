@@ -7,27 +7,37 @@
 //! new chunk needs a free chunk number and a free slot of memory. There are as many chunk numbers as slots, so whenever
 //! a slot is free, a number is free too.
 //!
-//! Terms
-//! * A chunk is *divided* into slabs of one *class* when it gets a slot: small, medium, or one as large as the chunk.
-//! * A chunk *rests* while it is in memory and none of its slabs is leased. Only a resting chunk may move to the spill
-//!   file, and the one that has rested longest moves first.
-//! * A chunk is *spilled* while its data is in the spill file.
-//! * A slot is normally in the arena's file, but can be moved to a *memory file* (`memory_files`), which has all bytes
-//!   of one large file in order. A slot of a memory file without a chunk is *idle*, or *stuck* if the arena's file had
-//!   no memory to take it back.
+//! A chunk is *divided* into slabs of one *class* when it gets a slot: small, medium, or one as large as the chunk.
+//!
+//! | state of a chunk | meaning |
+//! |---|---|
+//! | free | it has no class and no slot |
+//! | in memory | its data is in a slot of memory |
+//! | resting | in memory, and none of its slabs is leased |
+//! | moving | its data is being copied to the spill file, and none of its slabs is leased |
+//! | spilled | its data is in the spill file |
+//!
+//! | state of a slot of memory | meaning |
+//! |---|---|
+//! | free | in the arena's file, without a chunk: a new chunk may get it |
+//! | used | a chunk has its data there, or has just moved from there |
+//! | idle | in a *memory file* (`memory_files`, all bytes of one large file in order), without a chunk |
+//! | stuck | like idle, but the arena's file had no memory to take it back |
 //!
 //! Invariants
 //! * A chunk is free, or it has a class. A chunk that an attach found damaged may be neither.
-//! * A slot is free, or a chunk has it, or the chunk that had it has just moved. Idle and stuck slots are not free.
+//! * A chunk has a class exactly while one of its slabs is in use, or while it moves.
 //! * The unused slabs of a chunk in memory are free, in the list of its NUMA node. Those of a moving chunk are in the
 //!   [`Move`], and those of a spilled chunk are not free. So writers get slabs only of chunks in memory that do not
 //!   move.
-//! * A chunk has a class exactly while one of its slabs is in use, or while it moves.
-//! * Chunks and slots are reused last in, first out, because the pages of the last one are most likely in a cache.
-//! * Each NUMA node has an equal run of the slots of memory, in the order of the NUMA nodes. A writer gets a slab of
-//!   the nearest NUMA node that has one, even if a chunk must be divided for it.
+//! * Each NUMA node has an equal run of the slots of memory, in the order of the NUMA nodes.
 //! * `resting` has exactly the resting chunks, in the order in which their last leases ended. It is empty without a
 //!   spill file.
+//!
+//! Policy
+//! * Chunks and slots are reused last in, first out, because the pages of the last one are most likely in a cache.
+//! * A writer gets a slab of the nearest NUMA node that has one, even if a chunk must be divided for it.
+//! * The chunk that has rested longest moves first.
 
 use std::collections::BTreeSet;
 
@@ -283,28 +293,32 @@ impl Pool {
         free_slabs
     }
 
-    /// Asserts the invariants of a chunk in use. `free_slabs` are the slabs of the chunk that a writer could get; there
-    /// are none while the chunk moves to the spill file.
-    fn assert_chunk(&self, chunk: usize, class: Class, mut free_slabs: Vec<u32>) {
+    /// Asserts the invariants of a chunk in use. `listed_free_slabs` are the slabs of the chunk that a writer could
+    /// get; there are none while the chunk moves to the spill file.
+    fn assert_chunk(&self, chunk: usize, class: Class, listed_free_slabs: Vec<u32>) {
         let chunk_state = self.chunks[chunk];
-        let moving = self
+        let move_of_chunk = self
             .moving
             .as_ref()
             .filter(|moving| moving.chunk as usize == chunk);
-        if let Some(moving) = moving {
-            assert!(
-                free_slabs.is_empty() && !chunk_state.is_spilled,
-                "chunk {chunk} moves and its slabs can be had"
-            );
-            free_slabs.clone_from(&moving.free_slabs);
-            assert_eq!(
-                moving.is_emptied,
-                chunk_state.used == 0,
-                "chunk {chunk} moves"
-            );
-        }
+        let is_moving = move_of_chunk.is_some();
+        let free_slabs = match move_of_chunk {
+            None => listed_free_slabs,
+            Some(move_of_chunk) => {
+                assert!(
+                    listed_free_slabs.is_empty() && !chunk_state.is_spilled,
+                    "chunk {chunk} moves and its slabs can be had"
+                );
+                assert_eq!(
+                    move_of_chunk.is_emptied,
+                    chunk_state.used == 0,
+                    "chunk {chunk} moves"
+                );
+                move_of_chunk.free_slabs.clone()
+            }
+        };
         assert!(
-            chunk_state.used > 0 || moving.is_some(),
+            chunk_state.used > 0 || is_moving,
             "chunk {chunk} has a class and is empty"
         );
         assert!(
@@ -314,7 +328,7 @@ impl Pool {
             chunk_state.used
         );
         self.assert_free_slabs(chunk, class, free_slabs);
-        self.assert_rest(chunk, moving.is_some());
+        self.assert_rest(chunk, is_moving);
     }
 
     /// Asserts that each slab of a chunk exists, and is free once or in use. `free_slabs` are those of the chunk. A
@@ -366,33 +380,33 @@ impl Pool {
 
     /// Asserts that each chunk and each slot (the memory for one chunk) is free, in use or unusable after damage.
     /// `in_memory_count` and `spilled_count` are the numbers of chunks in use, in memory and in the spill file.
+    ///
+    /// What is neither free nor in use must be counted as unusable.
     fn assert_counts(&self, in_memory_count: usize, spilled_count: usize) {
         let free_slots: usize = self
             .numa_nodes
             .iter()
             .map(|numa_node| numa_node.free_slots.len())
             .sum();
-        let used_count = in_memory_count + spilled_count;
-        let unusable_chunks = self
-            .chunks
-            .len()
-            .checked_sub(self.free_chunks.len() + used_count);
-        let slots = self.geometry.chunk_count as usize;
-        let without_chunk =
+        let known_chunks = self.free_chunks.len() + in_memory_count + spilled_count;
+        let other_chunks = self.chunks.len().checked_sub(known_chunks);
+        let slots_outside_arena_file =
             self.idle_slots.len() + self.stuck_slots.len() + self.slots_changing_file;
-        let accounted =
-            free_slots + in_memory_count + without_chunk + usize::from(self.has_slot_to_free);
-        let unusable_slots = slots.checked_sub(accounted);
-        let (unusable_chunks, unusable_slots) = unusable_chunks
-            .zip(unusable_slots)
+        let known_slots = free_slots
+            + in_memory_count
+            + slots_outside_arena_file
+            + usize::from(self.has_slot_to_free);
+        let other_slots = (self.geometry.chunk_count as usize).checked_sub(known_slots);
+        let (other_chunks, other_slots) = other_chunks
+            .zip(other_slots)
             .expect("no more chunks and slots than there are");
         assert!(
-            unusable_chunks <= self.unusable_chunks,
-            "{unusable_chunks} chunks are neither free nor in use"
+            other_chunks <= self.unusable_chunks,
+            "{other_chunks} chunks are neither free nor in use"
         );
         assert!(
-            unusable_slots <= self.unusable_slots,
-            "{unusable_slots} slots are neither free nor in use"
+            other_slots <= self.unusable_slots,
+            "{other_slots} slots are neither free nor in use"
         );
         let used_spill_slots = self.geometry.spill_count as usize - self.free_spill_slots.len();
         let moving_count = usize::from(self.moving.is_some());
@@ -709,9 +723,9 @@ impl Pool {
                 .all(|numa_node| numa_node.free_slots.is_empty())
     }
 
-    /// Assigns an idle slot, memory of a memory file without a chunk, to a free chunk. The chunk becomes one slab of
-    /// the class `Whole`, which is leased. Returns `None` if no chunk is free or `slot` is not idle.
-    pub(crate) fn divide_chunk_in_idle_slot(&mut self, slot: u32) -> Option<TakenSlab> {
+    /// Leases an idle slot, which is memory of a memory file without a chunk. A free chunk gets the slot and becomes
+    /// one slab of the class `Whole`. Returns `None` if no chunk is free or `slot` is not idle.
+    pub(crate) fn lease_idle_slot(&mut self, slot: u32) -> Option<TakenSlab> {
         if self.free_chunks.is_empty() || !self.idle_slots.remove(&slot) {
             return None;
         }
@@ -828,11 +842,11 @@ impl Pool {
 
     // ---- attach ------------------------------------------------------------------------------
 
-    /// At attach: records that a chunk is in use, with its class and its used slabs. `home` is the slot with its data.
-    /// If it is `None`, damage has made the place of its data unknown. The chunk then counts as spilled, so that no
-    /// writer gets a slab of it.
+    /// At attach: registers a chunk in use, with its class and its used slabs. `home` is the slot with its data, or
+    /// `None` if damage has made that slot unknown.
     ///
-    /// [`Pool::reserve_used`] has made the chunk and its slot unavailable.
+    /// Called after [`Pool::reserve_used`], which has taken the chunk and its slot off the free lists. It has counted
+    /// the chunk, and a slot of memory, as unusable. This call ends that count.
     pub(crate) fn adopt_chunk(
         &mut self,
         chunk: u32,
@@ -846,8 +860,9 @@ impl Pool {
                 self.unusable_slots = self.unusable_slots.saturating_sub(1);
                 (false, numa_node_of(&self.geometry, &self.topology, slot))
             }
-            // A chunk that is not in memory is on no NUMA node.
-            _ => (true, 0),
+            // Such a chunk is on no NUMA node, so the index is never used. A chunk with an unknown slot counts as
+            // spilled, so that no writer gets a slab of it.
+            Some(Home::Spill(_)) | None => (true, 0),
         };
         *self.chunk_mut(chunk) = Chunk {
             class: Some(class),
@@ -870,9 +885,10 @@ impl Pool {
         self.chunk_mut(chunk).leased += 1;
     }
 
-    /// At attach: makes the chunks and slots (places for one chunk each) that are in use unavailable to writers.
+    /// At attach: takes the chunks and slots (places for one chunk each) that are in use off the free lists, so that no
+    /// writer gets them.
     ///
-    /// They count as unusable until [`Pool::adopt_chunk`] takes them. Chunks and slots that it never takes are damaged,
+    /// They count as unusable until [`Pool::adopt_chunk`] registers them. Those that it never registers are damaged,
     /// and remain unusable.
     pub(crate) fn reserve_used(
         &mut self,

@@ -50,7 +50,7 @@ impl RecordTable for Records<'_> {
 
 impl Arena {
     /// Publishes the bytes that were stored at `room` as a new piece, a recorded range of a file's bytes. Counts them
-    /// as live, that is, not in the backing yet. Returns the piece.
+    /// as live (not in the backing yet). Returns the piece.
     pub fn publish_piece(&self, lease: &mut Lease, room: Room, new_piece: NewPiece) -> PieceRef {
         let piece = Piece {
             file: new_piece.file_id,
@@ -128,23 +128,25 @@ impl Arena {
             .store(dead_seal(generation), Ordering::Release);
     }
 
-    /// Shortens a piece, a recorded range of a file's bytes, after its file was truncated. `end` is the offset in the
-    /// chunk where the piece ends from now on. Does nothing if the piece is dead (without pending bytes) or if `end` is
-    /// not inside it.
+    /// Shortens a piece, a recorded range of a file's bytes, after its file was truncated. From now on the piece ends
+    /// at the offset `new_end` in the chunk. Does nothing if the piece is dead (without pending bytes) or if `new_end`
+    /// is not inside it.
     ///
-    /// If the file has a memory file, that file was truncated too. An attach reports a record that ends beyond its end
-    /// as damage. The seal is one word, so a crash leaves the old length or the new one.
-    pub fn shorten_piece(&self, piece_ref: PieceRef, end: u64) {
+    /// Needed above all for bytes in a memory file, which was truncated too: an attach reports a piece that ends beyond
+    /// the end of its memory file as damage. The length is in one word, so a crash leaves the old length or the new
+    /// one.
+    pub fn shorten_piece(&self, piece_ref: PieceRef, new_end: u64) {
         let generation = self
             .tables
             .generation(piece_ref.slab)
             .load(Ordering::Relaxed);
         let raw = self.tables.load(piece_ref);
+        // The record was valid when it was stored, so the range of the whole chunk is enough here.
         let Ok(CheckedPiece::Live(piece)) = raw.check(generation, 0, self.geometry.chunk_bytes)
         else {
             return;
         };
-        let len = end.saturating_sub(u64::from(piece.position));
+        let len = new_end.saturating_sub(u64::from(piece.position));
         if len == 0 || len >= u64::from(piece.len) {
             return;
         }
@@ -197,7 +199,7 @@ impl Arena {
         self.homes.end_hold(slab.chunk);
         self.release_uses(slab, PIN);
         let memory_used = self.pool.lock().memory_used();
-        self.listeners.report_memory_used(memory_used);
+        self.callbacks.report_memory_used(memory_used);
     }
 
     /// Subtracts `amount` from the uses of a slab. Frees the slab with its last use, and the chunk with its last slab.
@@ -214,7 +216,7 @@ impl Arena {
         }
         // No lock is held during a callback.
         drop(pool);
-        self.listeners.report_freed();
+        self.callbacks.report_freed();
     }
 
     /// Frees a chunk and its slot. The pool has freed all its slabs.

@@ -1,8 +1,8 @@
-//! Small types that identify a part of shared memory or a record in it, and the contents of such a record.
+//! Types that identify a slab or a record in shared memory, and types with the contents of a record.
 //!
 //! The *arena* is shared memory with the bytes that are not in the backing directory yet. It is allocated in *chunks*,
-//! which are divided into *slabs*. A *piece* is a range of a file's bytes in a slab, and its *record* is in the table
-//! of the chunk.
+//! which are divided into *slabs*. A *piece* is a range of a file's bytes in a slab. Its *record*, in the table of the
+//! chunk, describes it. There is one record for each piece, so a [`PieceRef`] identifies both.
 
 use firn_format::piece::Piece;
 
@@ -15,7 +15,7 @@ pub struct SlabRef {
     pub slab: u32,
 }
 
-/// Identifies a piece record by its slab and its index.
+/// Identifies a piece and its record: by the slab and the index of the record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PieceRef {
     /// The slab that holds the data.
@@ -40,9 +40,9 @@ pub struct NewPiece {
 /// A piece that the arena found when it was attached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StoredPiece {
-    /// The record.
+    /// Where the record is.
     pub record: PieceRef,
-    /// The decoded record.
+    /// What the record says of the piece.
     pub piece: Piece,
     /// Time of the last write to the piece, in nanoseconds since 1970; 0 if unknown. No checksum covers this time.
     pub modified: u64,

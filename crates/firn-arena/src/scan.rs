@@ -143,9 +143,9 @@ fn read_records(tables: &Tables, slab: SlabRef, class: Class, generation: u64) -
     records_read
 }
 
-/// Adds damage for pieces with bytes in slots that the spill file does not have: the file is missing, or too short.
-/// `homes` has, for each chunk, the slot with its data. There is one entry for each chunk.
-pub(crate) fn report_unreadable(
+/// Reports the pieces with bytes in slots that the spill file does not have: the file is missing, or too short. Adds
+/// one damage entry for each chunk with such pieces. `homes` has the slot of each chunk's data.
+pub(crate) fn report_missing_spill_slots(
     homes: &[Option<Home>],
     pieces: &[StoredPiece],
     spill: &SpillArea,

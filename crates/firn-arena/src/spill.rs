@@ -137,6 +137,13 @@ impl SpillFault {
     }
 }
 
+/// A spill file that can at least be read.
+pub(crate) struct OpenedSpillFile {
+    pub(crate) file: SpillFile,
+    /// Why no chunk may be moved to the file, if so.
+    pub(crate) write_fault: Option<SpillFault>,
+}
+
 /// An open spill file.
 #[derive(Debug)]
 pub struct SpillFile {
@@ -272,8 +279,8 @@ impl SpillFile {
         created
     }
 
-    /// Locks and allocates a new spill file and writes its header. The lock keeps other firnds from replacing the file.
-    /// The header is durable when this returns.
+    /// Locks and allocates a new spill file and writes its header. The lock keeps another firnd from replacing the
+    /// file. The header is durable when this returns.
     fn initialise(
         path: &Path,
         file: OwnedFd,
@@ -307,22 +314,19 @@ impl SpillFile {
 
     /// Opens the spill file of an arena, which has the chunks that do not fit into memory. Fails if nothing in it can
     /// be read.
-    ///
-    /// The second value is a fault despite which the existing slots can be read; no chunk may then be moved to the
-    /// file.
     pub(crate) fn open(
         superblock: &Superblock,
         access: FileAccess,
-    ) -> Result<(Self, Option<SpillFault>), SpillFault> {
+    ) -> Result<OpenedSpillFile, SpillFault> {
         let path = PathBuf::from(std::ffi::OsString::from_vec(superblock.spill_path.clone()));
-        let mut refusal = None;
+        let mut write_refusal = None;
         let mut opened = open(&path, access.open_flags());
         if access == FileAccess::ReadWrite
             && let Err(errno @ (Errno::ROFS | Errno::ACCESS)) = opened
         {
             // The slots can still be read.
             opened = open(&path, OFlags::RDONLY);
-            refusal = Some(call_fault(&path, "open it for writing")(errno));
+            write_refusal = Some(call_fault(&path, "open it for writing")(errno));
         }
         let file = opened.map_err(|errno| open_fault(&path, errno))?;
         check_trust(&path, file.as_fd())?;
@@ -334,15 +338,20 @@ impl SpillFile {
         let stat = rustix::fs::fstat(&file).map_err(call_fault(&path, "stat it"))?;
         let found_len = stat.st_size as u64;
         let expected_len = file_bytes(geometry);
-        let mut fault = refusal;
-        if found_len < expected_len {
-            fault = Some(SpillFault::Truncated {
+        // A missing part is reported rather than a refusal to write, because it means lost data.
+        let write_fault = if found_len < expected_len {
+            Some(SpillFault::Truncated {
                 path: path.clone(),
                 found: found_len,
                 expected: expected_len,
-            });
-        }
-        Ok((Self::assemble(&path, file, geometry), fault))
+            })
+        } else {
+            write_refusal
+        };
+        Ok(OpenedSpillFile {
+            file: Self::assemble(&path, file, geometry),
+            write_fault,
+        })
     }
 
     /// Returns the path of the file.
@@ -422,8 +431,8 @@ fn write_all(file: BorrowedFd<'_>, mut bytes: &[u8], mut offset: u64) -> Result<
     Ok(())
 }
 
-/// Locks the spill file until it is closed, so that no other firnd uses or replaces it. On a file system without locks
-/// it does nothing. Fails if another process keeps the lock for [`LOCK_WAIT`].
+/// Locks the spill file until it is closed, so that no other firnd uses or replaces it. Fails if another process keeps
+/// the lock for [`LOCK_WAIT`]. After any other error the file is used without a lock.
 fn lock(path: &Path, file: &OwnedFd) -> Result<(), SpillFault> {
     let deadline = Instant::now() + LOCK_WAIT;
     loop {
@@ -432,12 +441,13 @@ fn lock(path: &Path, file: &OwnedFd) -> Result<(), SpillFault> {
                 std::thread::sleep(LOCK_RETRY_INTERVAL)
             }
             Err(Errno::WOULDBLOCK) => {
+                // The path of that arena is unknown, so the message gets these words in its place.
                 return Err(SpillFault::Taken {
                     path: path.into(),
                     arena: "of a running firnd".into(),
                 });
             }
-            // Locked, or the file system has no locks.
+            // Locked, or it cannot be locked, for example on a file system without locks.
             _ => return Ok(()),
         }
     }

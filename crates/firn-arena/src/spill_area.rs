@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::{Mutex, MutexGuard};
 use rustix::io::Errno;
 
-use crate::spill::{SpillFault, SpillFile};
+use crate::spill::{OpenedSpillFile, SpillFault, SpillFile};
 
 /// The state of an arena's spill file. The default is an arena without one.
 #[derive(Default)]
@@ -33,11 +33,10 @@ impl SpillArea {
         }
     }
 
-    /// Returns the spill area of an attached arena. `opened` is the file with the fault that it may have, or the fault
-    /// that prevented its opening.
-    pub(crate) fn from_opened(opened: Result<(SpillFile, Option<SpillFault>), SpillFault>) -> Self {
+    /// Returns the spill area of an attached arena. `opened` is the file, or the fault that prevented its opening.
+    pub(crate) fn from_opened(opened: Result<OpenedSpillFile, SpillFault>) -> Self {
         let (file, fault) = match opened {
-            Ok((file, fault)) => (Some(Arc::new(file)), fault),
+            Ok(OpenedSpillFile { file, write_fault }) => (Some(Arc::new(file)), write_fault),
             Err(fault) => (None, Some(fault)),
         };
         Self {

@@ -1,11 +1,11 @@
-//! Gives access to the piece tables, in which the arena records what its memory contains.
+//! Gives access to the words of the piece tables, in which the arena records what its memory contains.
 //!
 //! The *arena* is shared memory with the bytes that are not in the backing directory yet. It is allocated in *chunks*,
 //! and each chunk has a table. A chunk is divided into *slabs*, each filled by one writer. A *piece* is a range of a
 //! file's bytes in a slab. The table has words for the chunk, for each slab and for each piece (its *record*).
 //!
-//! Promise: each word of a table has its function in this module, so each offset is computed in one place. The words
-//! are atomics. The code that stores a word states the memory order that the store needs.
+//! Promise: each word of a table has one accessor in this module, so each offset is computed in one place. The words
+//! are atomics. A caller that stores a word states the memory order that the store needs.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -43,14 +43,14 @@ impl Tables {
 
     // ---- chunks ------------------------------------------------------------------------------
 
-    pub(crate) fn class_word(&self, chunk: u32) -> &AtomicU32 {
+    fn class_word(&self, chunk: u32) -> &AtomicU32 {
         self.map
             .u32(self.geometry.table_offset(chunk) + chunk_word::CLASS)
     }
 
     /// Returns the class of a chunk, which gives the size of its slabs.
     ///
-    /// Returns `None` if the chunk is free. The error is the stored word, which is invalid.
+    /// Returns `None` if the chunk is free. If the stored word is not valid, the error is that word.
     pub(crate) fn class(&self, chunk: u32) -> Result<Option<Class>, u32> {
         Class::from_word(self.class_word(chunk).load(Ordering::Acquire))
     }
@@ -65,9 +65,9 @@ impl Tables {
             .u64(self.geometry.table_offset(chunk) + chunk_word::HOME)
     }
 
-    /// Returns the word with the place of the memory slot `slot`.
+    /// Returns the location word of a memory slot, which says which file has the slot's bytes.
     ///
-    /// The word lies in the table of the chunk with the same index.
+    /// The word is in the table of the chunk with the same index, though the slot may belong to another chunk.
     pub(crate) fn location_word(&self, slot: u32) -> &AtomicU64 {
         self.map
             .u64(self.geometry.table_offset(slot) + chunk_word::MEMORY_FILE_LOCATION)
@@ -79,11 +79,11 @@ impl Tables {
         self.geometry.slab_header_offset(slab.chunk, slab.slab) + word
     }
 
-    pub(crate) fn state_word(&self, slab: SlabRef) -> &AtomicU32 {
+    fn state_word(&self, slab: SlabRef) -> &AtomicU32 {
         self.map.u32(self.slab_word(slab, slab_word::STATE))
     }
 
-    /// Returns the state of a slab. The error is the stored word, which is invalid.
+    /// Returns the state of a slab. If the stored word is not valid, the error is that word.
     pub(crate) fn state(&self, slab: SlabRef) -> Result<SlabState, u32> {
         SlabState::from_word(self.state_word(slab).load(Ordering::Acquire))
     }
@@ -103,8 +103,8 @@ impl Tables {
     }
 
     /// Returns the word with the id of the client process that holds the slab's lease.
-    pub(crate) fn holder(&self, slab: SlabRef) -> &AtomicU32 {
-        self.map.u32(self.slab_word(slab, slab_word::HOLDER))
+    pub(crate) fn client_pid(&self, slab: SlabRef) -> &AtomicU32 {
+        self.map.u32(self.slab_word(slab, slab_word::CLIENT_PID))
     }
 
     /// Returns the offset of the word in which a client marks that it is storing bytes.

@@ -1,11 +1,11 @@
 //! The NUMA nodes of the machine: which CPUs are near which memory.
 //!
-//! The facts come from files as in /sys/devices/system/node (Documentation/ABI/stable/sysfs-devices-node of the
-//! kernel): `online`, `has_memory`, `nodeN/cpulist` and `nodeN/distance`. If any of them cannot be read or is not
-//! valid, the machine counts as one NUMA node.
+//! The facts come from a directory laid out like /sys/devices/system/node (Documentation/ABI/stable/sysfs-devices-node
+//! of the kernel): `online`, `has_memory`, `nodeN/cpulist` and `nodeN/distance`. If any of them cannot be read or is
+//! not valid, the machine counts as one NUMA node.
 //!
-//! Only nodes with memory are kept. They are numbered here from 0 without gaps; [`Topology::id`] gives the
-//! kernel's number.
+//! Only nodes with memory are kept. Each has two numbers: its *index*, from 0 without gaps, which firnd uses, and its
+//! *id*, the kernel's number ([`Topology::id`]).
 //!
 //! Invariants
 //! * There is at least one node.
@@ -21,10 +21,10 @@ pub const SYSFS_NODES: &str = "/sys/devices/system/node";
 pub struct Topology {
     /// The kernel's number of each node.
     ids: Vec<u32>,
-    /// The nearest node to each CPU.
+    /// The index of the nearest node to each CPU.
     node_by_cpu: Vec<u32>,
-    /// For each node, all nodes, the nearest first.
-    orders: Vec<Vec<u32>>,
+    /// For each node, the indexes of all nodes, the nearest first.
+    nearest_first: Vec<Vec<u32>>,
 }
 
 impl Default for Topology {
@@ -39,7 +39,7 @@ impl Topology {
         Self {
             ids: vec![0],
             node_by_cpu: Vec::new(),
-            orders: vec![vec![0]],
+            nearest_first: vec![vec![0]],
         }
     }
 
@@ -48,39 +48,40 @@ impl Topology {
         Self::try_read(root).unwrap_or_else(Self::one)
     }
 
-    /// Reads the NUMA nodes and the CPUs near each from the directory `root`, which is as /sys/devices/system/node.
-    /// Returns `None` if a file that is needed cannot be read or is not valid.
+    /// Reads the NUMA nodes and the CPUs near each from the directory `root`, which is laid out like
+    /// /sys/devices/system/node. Returns `None` if a file that is needed cannot be read or is not valid.
     fn try_read(root: &Path) -> Option<Self> {
         let online_ids = parse_list(&read_file(root, "online")?)?;
-        let ids = match read_file(root, "has_memory") {
+        let memory_ids = match read_file(root, "has_memory") {
             Some(text) => parse_list(&text)?,
             None => online_ids.clone(),
         };
-        if ids.is_empty() {
+        if memory_ids.is_empty() {
             return None;
         }
-        let mut orders = Vec::new();
-        for &id in &ids {
-            orders.push(read_order(root, id, &online_ids, &ids)?);
+        let mut nearest_first = Vec::new();
+        for &id in &memory_ids {
+            nearest_first.push(read_nearest_first(root, id, &online_ids, &memory_ids)?);
         }
         let mut node_by_cpu = Vec::new();
         for &id in &online_ids {
-            // A node without memory is not in `ids`: its CPUs are near to another node.
-            let nearest_node = *read_order(root, id, &online_ids, &ids)?.first()?;
+            // The CPUs of a node without memory count as those of the nearest node with memory.
+            let nearest_nodes = read_nearest_first(root, id, &online_ids, &memory_ids)?;
+            let nearest_node = *nearest_nodes.first()?;
             for cpu in parse_list(&read_file(root, &format!("node{id}/cpulist"))?)? {
                 let cpu = cpu as usize;
                 node_by_cpu.resize(node_by_cpu.len().max(cpu + 1), 0);
                 node_by_cpu[cpu] = nearest_node;
             }
         }
-        Some(Self::new(ids, node_by_cpu, orders))
+        Some(Self::new(memory_ids, node_by_cpu, nearest_first))
     }
 
     /// Returns a topology of NUMA nodes, which are numbered by their position in `ids`, the kernel's numbers.
-    /// `node_by_cpu` contains the nearest node of each CPU, and `orders` contains for each node all nodes, the nearest
-    /// first.
-    fn new(ids: Vec<u32>, node_by_cpu: Vec<u32>, orders: Vec<Vec<u32>>) -> Self {
-        for (node, order) in orders.iter().enumerate() {
+    /// `node_by_cpu` contains the nearest node of each CPU, and `nearest_first` contains for each node all nodes, the
+    /// nearest first.
+    fn new(ids: Vec<u32>, node_by_cpu: Vec<u32>, nearest_first: Vec<Vec<u32>>) -> Self {
+        for (node, order) in nearest_first.iter().enumerate() {
             debug_assert_eq!(
                 order.first(),
                 Some(&(node as u32)),
@@ -94,7 +95,7 @@ impl Topology {
         Self {
             ids,
             node_by_cpu,
-            orders,
+            nearest_first,
         }
     }
 
@@ -125,7 +126,7 @@ impl Topology {
 
     /// Returns all nodes, the nearest to `node` first.
     pub(crate) fn nodes_by_distance(&self, node: usize) -> &[u32] {
-        &self.orders[node]
+        &self.nearest_first[node]
     }
 }
 
@@ -134,23 +135,33 @@ fn read_file(root: &Path, name: &str) -> Option<String> {
     std::fs::read_to_string(root.join(name)).ok()
 }
 
-/// Reads the distances of NUMA node `id` to all nodes, and returns the indexes of the nodes in `ids`, the nearest
-/// first. Returns `None` if the file cannot be read or is not valid.
-fn read_order(root: &Path, id: u32, online_ids: &[u32], ids: &[u32]) -> Option<Vec<u32>> {
+/// Returns the nodes with memory, the nearest to the NUMA node `id` first, as indexes in `memory_ids`. Reads the
+/// distances from the kernel's file. Returns `None` if the file cannot be read or is not valid.
+fn read_nearest_first(
+    root: &Path,
+    id: u32,
+    online_ids: &[u32],
+    memory_ids: &[u32],
+) -> Option<Vec<u32>> {
     // The row has a distance to each online node, in the order of their numbers.
     let row: Vec<u32> = read_file(root, &format!("node{id}/distance"))?
         .split_ascii_whitespace()
         .map(|distance| distance.parse().ok())
         .collect::<Option<_>>()?;
     let mut distances = Vec::new();
-    for id in ids {
-        let column = online_ids.iter().position(|online_id| online_id == id)?;
+    for other_id in memory_ids {
+        let column = online_ids
+            .iter()
+            .position(|online_id| online_id == other_id)?;
         distances.push(*row.get(column)?);
     }
-    let mut order: Vec<u32> = (0..ids.len() as u32).collect();
-    // A node is nearest to itself, whatever its row says. If two nodes are equally far, the lower number comes first.
-    order.sort_by_key(|&index| (ids[index as usize] != id, distances[index as usize]));
-    Some(order)
+    let mut nearest_first: Vec<u32> = (0..memory_ids.len() as u32).collect();
+    // A node is nearest to itself, whatever its row says. If two nodes are equally far, the lower index comes first.
+    nearest_first.sort_by_key(|&index| {
+        let is_other_node = memory_ids[index as usize] != id;
+        (is_other_node, distances[index as usize])
+    });
+    Some(nearest_first)
 }
 
 /// Parses a list of numbers such as `0-3,8`. An empty text is an empty list. Returns `None` if the text is not valid or

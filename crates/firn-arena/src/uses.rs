@@ -1,13 +1,18 @@
 //! Counts the uses of each slab. A *slab* is a part of shared memory that one writer fills. It can be leased to the
 //! next writer only when nothing uses it.
 //!
-//! A *use* is a byte that is not yet in the backing directory (a *live* byte), a lease, or an I/O that reads the slab.
+//! The counter of a slab is the number of its *live* bytes (not yet in the backing directory), plus 2^40 for each
+//! *pin*. A pin is any other use:
+//! * a lease, until it ends;
+//! * an I/O that reads the slab;
+//! * after an attach, pieces that are not counted yet;
+//! * a client that may still store bytes after its lease.
 //!
 //! Promise: only the caller that releases the last use of a slab learns that the slab became free.
 //!
 //! Invariants
 //! * The uses released never exceed the uses added (asserted).
-//! * A slab whose count is 0 has no live byte, no lease, no I/O under way and no holder.
+//! * A slab with a count of 0 has no use.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -15,7 +20,8 @@ use firn_format::geometry::Geometry;
 
 use crate::refs::SlabRef;
 
-/// One use of a slab other than by live bytes: a lease, an I/O under way, a holder. Larger than the bytes of any slab.
+/// What one use of a slab other than by live bytes adds to its counter. Larger than the bytes of any slab, so live
+/// bytes never look like a pin.
 pub(crate) const PIN: u64 = 1 << 40;
 
 /// The uses of all slabs, counted without a lock: live bytes, plus [`PIN`] for each other use.
@@ -42,19 +48,19 @@ impl SlabUses {
         &self.counts[slab.chunk as usize * self.small_slabs as usize + slab.slab as usize]
     }
 
-    /// Counts a new lease of a free slab. The lease is the first use of the slab.
+    /// Counts a new lease of a free slab, and sets the pin of the lease, the first use of the slab.
     pub(crate) fn begin_lease(&self, slab: SlabRef) {
         let count_before = self.count(slab).swap(PIN, Ordering::AcqRel);
         debug_assert_eq!(count_before, 0, "{slab:?} is leased while it is used");
         self.count_lease();
     }
 
-    /// Counts a lease of a slab that is pinned already.
+    /// Counts a lease without a pin: the slab is pinned already.
     pub(crate) fn count_lease(&self) {
         self.leased.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Counts the end of a lease. The caller releases the [`PIN`] of the lease.
+    /// Counts the end of a lease. The caller then releases the [`PIN`] of the lease.
     pub(crate) fn end_lease(&self) {
         let count_before = self.leased.fetch_sub(1, Ordering::Relaxed);
         debug_assert!(count_before > 0, "more leases ended than began");

@@ -250,12 +250,12 @@ pub trait Backing: Names + Attributes + Files + Sharing + Placement {
         self.remove(parent, name, Remove::Dir)
     }
 
-    /// Returns the attributes of an object, perhaps from a cache of this host (fstat(2)).
+    /// Returns the attributes of an object (fstat(2)). They may come from a cache of this host.
     fn attr(&self, inode: &Self::Inode) -> Result<Attr> {
         self.stat(Target::Inode(inode), Freshness::Known)
     }
 
-    /// Returns the attributes of an open file, perhaps from a cache of this host (fstat(2)).
+    /// Returns the attributes of an open file (fstat(2)). They may come from a cache of this host.
     fn attr_of_file(&self, file: &Self::File) -> Result<Attr> {
         self.stat(Target::File(file), Freshness::Known)
     }

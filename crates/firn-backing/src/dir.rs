@@ -179,8 +179,8 @@ impl DirBacking {
     }
 
     /// Returns the present path of an open object, relative to the top of the backing. The kernel reports it for the
-    /// object's descriptor. The path is unknown if the object is not below the top. It is also unknown if the name by
-    /// which the object was opened was removed, and others remain.
+    /// object's descriptor. The path is unknown if the object is not below the top, or if the name by which it was
+    /// opened was removed and others remain.
     fn path_of(&self, fd: BorrowedFd<'_>) -> ObjectPath {
         let Ok(links) = attr::links(fd) else {
             return ObjectPath::Unknown;
@@ -192,16 +192,13 @@ impl DirBacking {
         else {
             return ObjectPath::Unknown;
         };
-        // The object was opened by this name, which was removed. It has other names.
+        // The kernel appends this to a name that was removed; the object has other names. A name that really ends so is
+        // treated in the same way, which only costs a walk of the tree.
         if path.ends_with(b" (deleted)") {
             return ObjectPath::Unknown;
         }
-        let prefix = if root_path == b"/" {
-            &[][..]
-        } else {
-            &root_path
-        };
-        match path.strip_prefix(prefix) {
+        let root_prefix: &[u8] = if root_path == b"/" { b"" } else { &root_path };
+        match path.strip_prefix(root_prefix) {
             Some(b"") => ObjectPath::Known(Vec::new(), links),
             Some([b'/', relative_path @ ..]) => ObjectPath::Known(relative_path.to_vec(), links),
             _ => ObjectPath::Unknown,
@@ -414,19 +411,20 @@ impl Volume for DirBacking {
     }
 
     /// Makes everything in `scope` durable: by syncfs(2) where that call is enough, and file by file on all other file
-    /// systems. For these the *account of changes* lists what this process has changed and not synced.
+    /// systems. For these, `self.unsynced` lists the objects that this process has changed and not synced.
     fn sync_scope(&self, scope: SyncScope<'_, Self::Inode>) -> Result<()> {
         match scope {
             SyncScope::All => self.sync_everything(),
             SyncScope::Changes => {
-                // Changed files that syncfs(2) does not make durable are in the account of changes, which is synced
-                // next.
-                self.sync_file_systems(&self.root, &mut |_| Ok(()))?;
+                // Where syncfs(2) is not enough, nothing is done yet: the changed files there are in the list of
+                // unsynced changes, which is synced next.
+                let skip = &mut |_: &Arc<DirInode>| Ok(());
+                self.sync_file_systems(&self.root, skip)?;
                 self.sync_tracked()
             }
             SyncScope::Tree(inode) if inode.key == self.root.key => self.sync_everything(),
             SyncScope::Tree(inode) => {
-                // Changes of an earlier process are not in the account of changes.
+                // Changes of an earlier process are not in the list of unsynced changes.
                 let may_miss_changes = self.unsynced.inherits();
                 self.sync_tree(inode, may_miss_changes)?;
                 self.sync_tracked()
@@ -443,8 +441,8 @@ impl Names for DirBacking {
         Ok((self.child(parent, name, inode, &attr), attr))
     }
 
-    /// Creates a regular file for `caller` and opens it. If the file system lets Firn choose the server of a new file,
-    /// `placing` says by what it is chosen: a number that grows with each file, or the name.
+    /// Creates a regular file for `caller` and opens it. If the file system lets Firn choose the lane (the I/O server)
+    /// of a new file, `placing` decides it: by a number that grows with each file, or by the name.
     fn create_placed(
         &self,
         caller: &Caller,
@@ -454,12 +452,13 @@ impl Names for DirBacking {
         placing: PlacementHint<'_, Self::Inode>,
     ) -> Result<Created<Self>> {
         let turn = match placing {
+            // The file is one of Firn's own logs. No program sees its times, so they need not be in order.
             PlacementHint::Turn(turn) => Some(turn),
-            // The name decides the lane. Names in a staging directory contain numbers, which spread files over the
-            // lanes.
             PlacementHint::ByName | PlacementHint::Named { .. } | PlacementHint::Beside(_) => {
                 // The kernel sets times of the new file, which must not be earlier than times that Firn has set.
                 stamps::catch_up();
+                // Without a turn, the name decides the lane. Names in a staging directory contain numbers, which spread
+                // files over the lanes.
                 None
             }
         };
@@ -469,6 +468,7 @@ impl Names for DirBacking {
             name,
             mode,
             turn,
+            // Set by `make::create_file` if the thread has the caller's ids.
             caller: None,
         };
         let created = make::create_file(caller, &new_file, self.steering.as_deref())?;
@@ -488,18 +488,22 @@ impl Names for DirBacking {
         // The kernel sets times of the new object, which must not be earlier than times that Firn has set.
         stamps::catch_up();
         let (kind, mode) = kind_and_mode(new)?;
-        let create = |mode| {
-            let permissions = Mode::from_raw_mode(mode & MODE_BITS);
+        // The system call. Its permission bits may differ from those of `new`: set-id bits are sometimes added later.
+        let call = |permission_bits| {
+            let permissions = Mode::from_raw_mode(permission_bits & MODE_BITS);
             match new {
                 NewKind::Dir { .. } => fs::mkdirat(parent, name, permissions),
-                NewKind::Node { mode, rdev } => {
-                    let file_type = FileType::from_raw_mode(mode_with_type(mode));
+                NewKind::Node {
+                    mode: node_mode,
+                    rdev,
+                } => {
+                    let file_type = FileType::from_raw_mode(mode_with_type(node_mode));
                     fs::mknodat(parent, name, file_type, permissions, rdev)
                 }
                 NewKind::Symlink { target } => fs::symlinkat(target, parent, name),
             }
         };
-        let (fd, attr) = make::create_object(caller, parent.as_fd(), name, kind, mode, &create)?;
+        let (fd, attr) = make::create_object(caller, parent.as_fd(), name, kind, mode, &call)?;
         let inode = match kind {
             Kind::Dir => self.child(parent, name, fd, &attr),
             _ => DirInode::new(fd, &attr),
@@ -559,21 +563,23 @@ impl Names for DirBacking {
         // The kernel sets times, which must not be earlier than times that Firn has set.
         stamps::catch_up();
         let is_exchange = flags.contains(RenameFlags::EXCHANGE);
-        let flags = fs::RenameFlags::from_bits_retain(flags.bits());
-        let rename = || fs::renameat_with(parent, name, new_parent, new_name, flags);
+        let kernel_flags = fs::RenameFlags::from_bits_retain(flags.bits());
+        let call = || fs::renameat_with(parent, name, new_parent, new_name, kernel_flags);
         if !self
             .devices
             .is_synced_one_by_one(parent.dev(), parent.as_fd())
         {
-            return rename();
+            return call();
         }
-        // The account of unsynced objects has paths, so it must know of the rename before and after it.
+        // The list of unsynced changes has paths. A sync that does not find an object at its path must learn that a
+        // rename is under way, and look again after it.
         let ticket = self.unsynced.begin_rename();
-        let result = rename();
+        let result = call();
         let path_of_name = |dir: &DirInode, name| path_of_entry(self.path_of(dir.as_fd()), name);
         let old_path = path_of_name(parent, name);
         let new_path = path_of_name(new_parent, new_name);
         match (result, old_path, new_path) {
+            // Nothing was moved.
             (Err(_), ..) => self.unsynced.end_rename(ticket, None, is_exchange),
             (Ok(()), Some(from), Some(to)) => {
                 self.unsynced
@@ -798,23 +804,20 @@ impl Files for DirBacking {
     }
 
     /// Returns a descriptor of an open file for the kernel or another process, with no more rights than `purpose`
-    /// needs. Returns `None` if no descriptor fits.
+    /// needs. Returns `None` if the file may not be given away for this purpose, or if no descriptor can be made.
     fn descriptor(&self, file: &Self::File, purpose: DescriptorUse) -> Option<OwnedFd> {
         let fd = file.fd.as_fd();
-        match (purpose, file.access) {
+        let (dev, _) = file.key;
+        match purpose {
             // This process does not see writes that the kernel makes itself, so it could not record that the file must
             // be synced.
-            (DescriptorUse::Passthrough, _)
-                if self.devices.is_synced_one_by_one(file.key.0, fd) =>
-            {
-                None
-            }
-            (DescriptorUse::Passthrough | DescriptorUse::Keeping, _)
-            | (DescriptorUse::Reading, Access::Read) => fd.try_clone_to_owned().ok(),
-            // This descriptor can write, so the other process gets a new one, with its own flags and position.
-            (DescriptorUse::Reading, Access::Write | Access::ReadWrite) => {
-                reopen::open_file(fd, Access::Read).ok()
-            }
+            DescriptorUse::Passthrough if self.devices.is_synced_one_by_one(dev, fd) => None,
+            DescriptorUse::Passthrough | DescriptorUse::Keeping => fd.try_clone_to_owned().ok(),
+            DescriptorUse::Reading => match file.access {
+                Access::Read => fd.try_clone_to_owned().ok(),
+                // This descriptor can write, so the other process gets a new one, with its own flags and position.
+                Access::Write | Access::ReadWrite => reopen::open_file(fd, Access::Read).ok(),
+            },
         }
     }
 

@@ -1,15 +1,16 @@
-//! A backing with an optional layer (a backing that changes some calls and passes the others on), chosen when a mount
-//! begins.
+//! A backing with an optional layer. A *layer* wraps another backing, changes some calls, and passes the others on.
+//! Whether the layer is present is decided when a mount begins.
 //!
 //! ```text
-//!   Either::Lower(directory)            the directory alone
-//!   Either::Upper(Lanes<directory>)     the directory below a layer
+//!   Either::Lower(directory)            without the layer: the directory alone
+//!   Either::Upper(Lanes<directory>)     with the layer, here one that spreads files over several I/O servers
 //! ```
 //!
-//! Several optional layers are nested: each may be present or not, whatever the others are.
+//! `Lower` and `Upper` are the two *sides*. Several optional layers are nested: what is "directory" here is then an
+//! `Either` too.
 //!
 //! Invariant: an [`Either`] never changes its side, and all inodes, files and directories that it returns are of that
-//! side.
+//! side. A call with an argument of the other side is a bug of the caller, and panics.
 
 use std::ffi::OsStr;
 use std::os::fd::OwnedFd;
@@ -54,8 +55,8 @@ impl<L, U> Either<L, U> {
     }
 }
 
-/// Panics: an argument of a call comes from the other side.
-fn foreign() -> ! {
+/// Panics, because an argument of a call is of the other side: a bug of the caller.
+fn panic_on_mixed_sides() -> ! {
     unreachable!("the argument belongs to the other side of this backing")
 }
 
@@ -71,7 +72,7 @@ macro_rules! side {
         match ($self, $one, $other) {
             (Either::Lower($side), Either::Lower($one), Either::Lower($other)) => $call,
             (Either::Upper($side), Either::Upper($one), Either::Upper($other)) => $call,
-            _ => foreign(),
+            _ => panic_on_mixed_sides(),
         }
     };
     ($self:ident, files $one:ident $other:ident, |$side:ident| $call:expr) => {
@@ -81,22 +82,25 @@ macro_rules! side {
         match ($self, $of) {
             (Either::Lower($side), Either::Lower($of)) => $call,
             (Either::Upper($side), Either::Upper($of)) => $call,
-            _ => foreign(),
+            _ => panic_on_mixed_sides(),
         }
     };
 }
 
-/// Does the same as `side!` for a call that returns something of one side; `$wrap` turns that into a type of both
-/// sides.
+/// Does the same as `side!` for a call that returns something of one side. `$wrap` names the macro that turns the
+/// result into a type of both sides: `handle` for an inode, file or directory, `object` for an inode with its
+/// attributes.
 macro_rules! give {
     ($self:ident, $of:ident, |$side:ident| $call:expr, $wrap:ident) => {
         match ($self, $of) {
             (Self::Lower($side), Either::Lower($of)) => $call.map($wrap!(Lower)),
             (Self::Upper($side), Either::Upper($of)) => $call.map($wrap!(Upper)),
-            _ => foreign(),
+            _ => panic_on_mixed_sides(),
         }
     };
 }
+
+// Each of these macros wraps the result of a call in the variant of its side.
 
 macro_rules! handle {
     ($side:ident) => {
@@ -144,8 +148,8 @@ impl<L: Backing, U: Backing> Names for Either<L, U> {
         give!(self, parent, |side| side.lookup(parent, name), object)
     }
 
-    /// Creates a file on the side (the lower backing or the layer above it) that this mount uses. The inodes in
-    /// `parent` and `placing` are of the same side, because all inodes come from this backing.
+    /// Creates a file in the backing of this side: with the layer, or without it. The inodes in `parent` and `placing`
+    /// must be of the same side.
     fn create_placed(
         &self,
         caller: &Caller,
@@ -155,17 +159,21 @@ impl<L: Backing, U: Backing> Names for Either<L, U> {
         placing: PlacementHint<'_, Self::Inode>,
     ) -> Result<Created<Self>> {
         match (self, parent) {
-            (Self::Lower(side), Either::Lower(parent)) => {
-                let placing = placing.map(|inode| inode.lower().unwrap_or_else(|| foreign()));
-                let created = side.create_placed(caller, parent, name, mode, placing);
-                created.map(created!(Lower))
+            (Self::Lower(lower), Either::Lower(parent)) => {
+                let placing =
+                    placing.map(|inode| inode.lower().unwrap_or_else(|| panic_on_mixed_sides()));
+                lower
+                    .create_placed(caller, parent, name, mode, placing)
+                    .map(created!(Lower))
             }
-            (Self::Upper(side), Either::Upper(parent)) => {
-                let placing = placing.map(|inode| inode.upper().unwrap_or_else(|| foreign()));
-                let created = side.create_placed(caller, parent, name, mode, placing);
-                created.map(created!(Upper))
+            (Self::Upper(upper), Either::Upper(parent)) => {
+                let placing =
+                    placing.map(|inode| inode.upper().unwrap_or_else(|| panic_on_mixed_sides()));
+                upper
+                    .create_placed(caller, parent, name, mode, placing)
+                    .map(created!(Upper))
             }
-            _ => foreign(),
+            _ => panic_on_mixed_sides(),
         }
     }
 
@@ -192,7 +200,7 @@ impl<L: Backing, U: Backing> Names for Either<L, U> {
             (Self::Upper(side), Either::Upper(inode), Either::Upper(parent)) => {
                 Either::Upper(side.moved_to(inode, parent, name))
             }
-            _ => foreign(),
+            _ => panic_on_mixed_sides(),
         }
     }
 

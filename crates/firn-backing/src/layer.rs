@@ -19,8 +19,13 @@
 /// }
 /// ```
 ///
-/// `via` needs such a rule for each kind of argument that the layer forwards: none, `inode`, `file`, `dir`, two
-/// `inodes`, and two `files`.
+/// `via` needs a rule for each form that the listed calls use:
+///
+/// | form | arguments that belong to the layer |
+/// |---|---|
+/// | <code>via!(self, \|below\| ..)</code> | none |
+/// | <code>via!(self, inode a, \|below\| ..)</code> | the inode `a`; the same for `file` and `dir` |
+/// | <code>via!(self, inodes a b, \|below\| ..)</code> | the inodes `a` and `b`; the same for `files` |
 #[macro_export]
 macro_rules! forward {
     ($via:ident: $($call:ident)+) => { $( $crate::forward!(@$call $via); )+ };

@@ -8,7 +8,7 @@
 //! * A [`Volume::Inode`] refers to an object, not to a name. It stays valid when the object is renamed and, while it is
 //!   held, after the object's last name was removed.
 //! * A call does one thing: it does not retry or cache, and it returns the kernel's errno.
-//! * Any thread may make any call at any time. Each call may take for ever, so no caller holds a lock of [`lock`].
+//! * Any thread may make any call at any time. A call may never return, so no caller holds a lock of [`lock`].
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
@@ -63,8 +63,11 @@ pub fn write_parts_singly(
     Ok(total_bytes)
 }
 
-/// Implements [`Files::resize`] with `set_len`, for a file of which only the caller changes the length.
-/// Always returns true, which means that the change is made.
+/// Implements [`Files::resize`] by `set_len`, which sets the length of a file. Suits a file of which only the caller
+/// changes the length.
+///
+/// Returns true, as [`Files::resize`] does when the change is made. For [`Resize::Finish`] the length is set again, as
+/// for [`Resize::To`].
 pub fn resize_by_set_len(
     resize: Resize,
     len: impl FnOnce() -> Result<u64>,
@@ -80,7 +83,8 @@ pub fn resize_by_set_len(
         // The length remains, but the kernel treats the call as a change of contents and removes privileges.
         Resize::Unchanged => set_len(len()?)?,
     }
-    Ok(true)
+    let is_changed = true;
+    Ok(is_changed)
 }
 
 /// Maximum number of bytes that one call of [`copy_through_memory`] copies.

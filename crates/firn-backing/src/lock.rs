@@ -1,6 +1,6 @@
 //! Locks that must not be held across a call of a backing (the file system below Firn).
 //!
-//! A call of a backing may wait for a server for ever. If a thread held a lock meanwhile, all threads that want the
+//! A call of a backing may wait for a server without end. If a thread held a lock meanwhile, all threads that want the
 //! lock would wait too. [`Mutex`] and [`RwLock`] are those of `parking_lot`. With debug assertions, each thread also
 //! counts the guards that it holds, and [`assert_none_held`] checks the count: the simulated backing calls it first in
 //! each call.

@@ -1,5 +1,5 @@
-//! Arguments that say what a call of a backing (the directory that a mount serves) is to do. Similar calls are one call
-//! with such an argument.
+//! Types of arguments that say what a call of a backing (the directory that a mount serves) is to do. For example, one
+//! call changes the mode, the owner or the times of an object, as its [`AttrChange`] says.
 
 use std::ffi::OsStr;
 
@@ -27,6 +27,7 @@ pub enum Target<'a, I, F> {
     File(&'a F),
 }
 
+// Not derived: the derived impl would require that `I` and `F` can be cloned.
 impl<I, F> Clone for Target<'_, I, F> {
     fn clone(&self) -> Self {
         *self
@@ -35,23 +36,24 @@ impl<I, F> Clone for Target<'_, I, F> {
 
 impl<I, F> Copy for Target<'_, I, F> {}
 
-/// How old attributes may be.
+/// Whether attributes may come from a cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Freshness {
-    /// Attributes from a cache of this host are allowed. On a network file system, changes by other hosts may be
+    /// The attributes may come from a cache of this host. On a network file system, changes by other hosts may be
     /// missing.
     Known,
-    /// The present attributes from the server. Later reads see all bytes up to the returned length.
+    /// The attributes come from the server and are the present ones. Later reads see all bytes up to the returned
+    /// length.
     Current,
 }
 
 /// A change of one attribute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AttrChange<'a> {
-    /// fchmod(2). For a symbolic link EOPNOTSUPP.
+    /// fchmod(2). Fails with EOPNOTSUPP for a symbolic link.
     Mode(u32),
-    /// fchownat(2) of the object itself; `None` keeps an id. As always, the kernel clears set-id bits if this process
-    /// has no privilege.
+    /// fchownat(2) of the object itself; `None` keeps an id. The kernel clears set-id bits if this process has no
+    /// privilege.
     Owner {
         /// New user id.
         uid: Option<u32>,

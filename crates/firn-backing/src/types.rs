@@ -39,19 +39,22 @@ pub struct Features {
     /// Whether a file needs further work after the last program of this host has closed it for writing
     /// ([`FileUse::Written`](crate::FileUse::Written)).
     pub finishes_files: bool,
-    /// Whether a lock of a range ([`LockRequest::Range`](crate::LockRequest)) lives as long as any process has a
-    /// descriptor of its open file. Otherwise the lock ends with the process that acquired it.
+    /// Whether all processes that have a descriptor of one open file share its range locks
+    /// ([`LockRequest::Range`](crate::LockRequest)). Such a lock ends with the last descriptor. Otherwise it ends with
+    /// the process that acquired it.
     pub shares_range_locks: bool,
 }
 
-/// Properties of an object that are known without a call of the file system.
+/// Properties of an object that are known without a call of the file system. The *drain*, which writes pending bytes to
+/// the backing, chooses its next writes by them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Facts {
-    /// Lane that holds its data, one of [`Features::lane_count`]. The drain schedules by lane; a wrong lane costs time
-    /// but does no harm.
+    /// Lane (I/O server) that holds its data, one of [`Features::lane_count`]. A wrong lane costs time but does no
+    /// harm.
     pub lane: LaneIndex,
-    /// Whether one [`Files::write_parts`](crate::Files::write_parts) of distant pieces costs about as much as one of
-    /// adjoining pieces. For a directory: whether this may hold for a file below it. A wrong value does no harm.
+    /// Whether scattered writes are cheap: one [`Files::write_parts`](crate::Files::write_parts) of distant pieces
+    /// costs about as much as one of adjoining pieces. For a directory: whether this may hold for a file below it. A
+    /// wrong value does no harm.
     pub gathers: bool,
     /// Counter that grows each time this host learns that another host changed the bytes of the file while it was open
     /// here.

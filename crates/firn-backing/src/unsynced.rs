@@ -1,19 +1,21 @@
-//! Unsynced changes: an account of changed objects, for file systems that syncfs(2) does not make durable.
+//! Unsynced changes: a list of changed objects, for file systems that syncfs(2) does not make durable.
 //!
 //! Linux sends syncfs(2) to no FUSE server except virtiofs, and on a few more file systems it has little effect. There,
 //! each changed file and directory must be synced separately. This module records which ones.
 //!
 //! Terms
 //! * An *entry* records a changed object that is not synced yet, with the paths under which it was changed.
-//! * A *walk* syncs every file and directory of a tree. It is needed when the account does not record all changes.
+//! * A *walk* syncs every file and directory of a tree. It is needed when the list does not have all changes:
+//!   `lost_track` is set once a change could not be listed, and `inherited` while an earlier process may have left
+//!   changes.
 //!
 //! Invariants
 //! * Every object that was changed through this backing and not synced since has an `Entry`, or `lost_track` is set.
 //! * `inherited` is set until everything was synced once after the backing was opened. An earlier process may have been
 //!   killed before it synced its changes.
-//! * The object of an entry is at one of the entry's paths, unless a rename is under way. Otherwise another process
-//!   moved the object: then `lost_track` is set, and a walk follows. A path is only a hint: device and inode number
-//!   decide whether the object at the path is the entry's object.
+//! * The object of an entry is at one of the entry's paths, unless a rename is under way or another process has moved
+//!   the object. A sync that does not find it sets `lost_track`. A path is only a hint: device and inode number decide
+//!   whether the object at the path is the entry's object.
 //! * `names` and the `paths` of the entries are the same relation, in both directions.
 //!
 //! Entries have paths and not descriptors, because a process may change more files than it can hold open. No lock is
@@ -31,8 +33,8 @@ use crate::{Access, Attr, Backing, Errno, Kind, Result, join_path};
 /// Identity of an object: device and inode number.
 pub type Key = (u64, u64);
 
-/// Maximum number of entries, of some 200 bytes each. If more are needed, the account is dropped and the next sync
-/// walks the tree.
+/// Maximum number of entries, of some 200 bytes each. If more are needed, the list is dropped and the next sync walks
+/// the tree.
 const ENTRIES_MAX: usize = 1 << 18;
 
 /// Number of names in one task of a walk: enough that the handover of tasks costs little compared with the syncs.
@@ -51,9 +53,9 @@ pub enum ObjectPath {
     Unknown,
 }
 
-/// A backing with an account of unsynced changes.
+/// A backing with a list of unsynced changes.
 pub trait Tracked: Backing {
-    /// Returns the account.
+    /// Returns the list.
     fn unsynced(&self) -> &Unsynced;
     /// Returns how many files to sync at a time, because each sync waits for a server.
     fn threads(&self) -> usize;
@@ -64,22 +66,22 @@ pub trait Tracked: Backing {
     fn open_dir_to_sync(&self, inode: &Self::Inode) -> Result<Self::Dir>;
 }
 
-/// The account of unsynced changes of a backing. See the head of the file.
+/// The list of unsynced changes of a backing. See the head of the file.
 #[derive(Debug, Default)]
 pub struct Unsynced {
-    state: Mutex<AccountState>,
+    state: Mutex<ListState>,
     rename_over: Condvar,
 }
 
 #[derive(Debug)]
-struct AccountState {
+struct ListState {
     objects: HashMap<Key, Entry>,
     names: BTreeMap<Vec<u8>, Key>,
     /// Number of changes so far. Each entry and each sync has the version at its time.
     version: u64,
     /// Whether objects from before this process may be unsynced.
     inherited: bool,
-    /// Version of the last change that no entry records. `None`: the entries record all changes.
+    /// Version of the last change that no entry records. `None` means that the entries record all changes.
     lost_track: Option<u64>,
     /// Tickets of renames that have begun and not returned.
     renames: BTreeSet<u64>,
@@ -98,7 +100,7 @@ struct Entry {
     has_more_names: bool,
 }
 
-impl Default for AccountState {
+impl Default for ListState {
     fn default() -> Self {
         Self {
             objects: HashMap::new(),
@@ -113,7 +115,7 @@ impl Default for AccountState {
     }
 }
 
-impl AccountState {
+impl ListState {
     /// Returns whether two paths are known to lead to one object. A rename(2) between such paths changes nothing.
     fn are_names_of_one_object(&self, a: &[u8], b: &[u8]) -> bool {
         if a == b {
@@ -125,7 +127,7 @@ impl AccountState {
         }
     }
 
-    /// Records in the account of unsynced objects that the object at `from`, with all names below it, was renamed to
+    /// Records in the list of unsynced changes that the object at `from`, with all names below it, was renamed to
     /// `to`. With `is_exchange`, the two objects have exchanged their names.
     fn move_subtree(&mut self, from: &[u8], to: &[u8], is_exchange: bool) {
         let moved = self.remove_subtree(from);
@@ -168,7 +170,7 @@ impl AccountState {
             return;
         }
         if self.objects.len() >= ENTRIES_MAX {
-            // The account is dropped, and the next sync walks the whole tree.
+            // The list is dropped, and the next sync walks the whole tree.
             self.objects.clear();
             self.names.clear();
             self.mark_incomplete();
@@ -221,7 +223,7 @@ impl AccountState {
         }
     }
 
-    /// Removes all names at or below the path `top` from the account of unsynced objects, and returns them. The entries
+    /// Removes all names at or below the path `top` from the list of unsynced changes, and returns them. The entries
     /// of their objects remain, so the caller must add the names again under their new paths, or remove the entries.
     fn remove_subtree(&mut self, top: &[u8]) -> Vec<SubtreeName> {
         let mut range_start = top.to_vec();
@@ -371,9 +373,9 @@ impl Unsynced {
         }
     }
 
-    /// Resets the account to that of a new process.
+    /// Resets the list to that of a new process.
     pub fn reset(&self) {
-        *self.state.lock() = AccountState::default();
+        *self.state.lock() = ListState::default();
     }
 
     /// Waits until all renames that have begun so far have returned.
@@ -534,10 +536,10 @@ struct WalkTasks<B: Backing> {
 /// Syncs every file and directory at or below `top` that is on the same file system.
 ///
 /// A rename during the walk may move an object from a part that the walk has not reached to a part that it has passed.
-/// So the account records the targets of all renames during a walk, and they are walked afterwards.
+/// So the list records the targets of all renames during a walk, and they are walked afterwards.
 pub fn sync_below<B: Tracked>(base: &B, top: &B::Inode) -> Result<()> {
     let walk_ticket = base.unsynced().begin_walk();
-    let mut result = walk(base, top);
+    let mut result = sync_tree_in_threads(base, top);
     loop {
         let missed_paths = base.unsynced().take_missed_paths(walk_ticket);
         if missed_paths.is_empty() || result.is_err() {
@@ -554,7 +556,7 @@ pub fn sync_below<B: Tracked>(base: &B, top: &B::Inode) -> Result<()> {
 /// Syncs the object at the target of a rename during a walk, and everything below it.
 fn sync_missed_path<B: Tracked>(base: &B, path: &[u8]) -> Result<()> {
     match base.find(path) {
-        Ok((inode, attr)) if attr.kind == Kind::Dir => walk(base, &inode),
+        Ok((inode, attr)) if attr.kind == Kind::Dir => sync_tree_in_threads(base, &inode),
         Ok((inode, attr)) => ignore_removed(sync_object(base, &inode, &attr, path)),
         Err(errno) => ignore_removed(Err(errno)),
     }
@@ -568,9 +570,9 @@ fn ignore_removed(result: Result<()>) -> Result<()> {
     }
 }
 
-/// Syncs each file and directory of the file system at and below `top` once, in several threads. Returns the first
-/// error after all of them were tried.
-fn walk<B: Tracked>(base: &B, top: &B::Inode) -> Result<()> {
+/// Walks the tree at `top`: syncs each of its files and directories once, in several threads. Leaves out other file
+/// systems that are mounted below. Tries all of them, and then returns the first error.
+fn sync_tree_in_threads<B: Tracked>(base: &B, top: &B::Inode) -> Result<()> {
     let tasks = WalkTasks {
         waiting: Vec::new(),
         running: 0,
@@ -585,7 +587,10 @@ fn walk<B: Tracked>(base: &B, top: &B::Inode) -> Result<()> {
     };
     walk.sync_dir_and_add_names(top)?;
     run_in_threads(base.threads(), || walk.run_tasks());
-    walk.tasks.into_inner().first_error.map_or(Ok(()), Err)
+    match walk.tasks.into_inner().first_error {
+        Some(errno) => Err(errno),
+        None => Ok(()),
+    }
 }
 
 impl<B: Tracked> Walk<'_, B> {

@@ -79,7 +79,7 @@ struct LastPiece {
     /// The seal that this process stored last. If the record has another one, firnd has frozen the piece.
     seal: u64,
     /// Computes the seal for a new length.
-    seals: Seals,
+    seal_by_len: Seals,
     /// Index of the record.
     record: u32,
 }
@@ -179,11 +179,10 @@ impl SlabCursor {
         })
     }
 
-    /// Makes bytes that the caller has stored in the slab (a part of shared memory) valid, as a new piece: a range of a
-    /// file's bytes. `modified` is the time of the write. Returns the index of the piece's record.
+    /// Publishes the bytes that the caller has stored at `piece.position` as a new piece of a file. `modified` is the
+    /// time of the write. Returns the index of the piece's record.
     ///
-    /// Fails with [`AppendError::Revoked`] if firnd, which grants leases, has ended this one; then nothing is
-    /// published.
+    /// Fails with [`AppendError::Revoked`] if firnd has ended the lease; then nothing is published.
     pub fn publish_piece(
         &mut self,
         records: &impl RecordTable,
@@ -193,6 +192,7 @@ impl SlabCursor {
         let record = self.next_record;
         let record_word = |offset| records.word(record, offset);
         let old_seal = record_word(word::SEAL).load(Ordering::Acquire);
+        // An exchange with the poison as the old seal would succeed. A poison that comes later makes it fail.
         if old_seal == poison_seal(self.generation) {
             return Err(AppendError::Revoked);
         }
@@ -202,26 +202,27 @@ impl SlabCursor {
         record_word(word::POSITION).store(piece.position_word(), Ordering::Relaxed);
         record_word(word::MODIFIED).store(modified, Ordering::Relaxed);
         records.before_store();
-        let seals = Seals::new(&piece, self.generation);
-        let seal = seals.for_len(piece.len);
-        replace_seal(record_word(word::SEAL), old_seal, seal).map_err(|()| AppendError::Revoked)?;
+        let seal_by_len = Seals::new(&piece, self.generation);
+        let new_seal = seal_by_len.for_len(piece.len);
+        replace_seal(record_word(word::SEAL), old_seal, new_seal)
+            .map_err(|()| AppendError::Revoked)?;
         self.position = piece.position + piece.len;
         self.next_record += 1;
         self.last = Some(LastPiece {
             piece,
-            seal,
-            seals,
+            seal: new_seal,
+            seal_by_len,
             record,
         });
         self.check_invariants();
         Ok(record)
     }
 
-    /// Makes `added` bytes valid that the caller has stored directly after the last piece, as a part of that piece. A
-    /// piece is a range of a file's bytes in shared memory; its seal is the word that makes its bytes count. `modified`
-    /// is the time of the write.
+    /// Extends the last piece by `added` bytes, which the caller has stored directly after it. `modified` is the time
+    /// of the write.
     ///
-    /// Fails if firnd has frozen the piece or ended the lease. Then nothing is published.
+    /// Fails if firnd has frozen the piece or ended the lease. Then nothing is published. If there is no piece yet,
+    /// fails with [`AppendError::Frozen`] too: the caller begins a new piece in both cases.
     #[inline(always)]
     pub fn extend_piece(
         &mut self,
@@ -232,17 +233,19 @@ impl SlabCursor {
         let Some(last) = &mut self.last else {
             return Err(AppendError::Frozen);
         };
-        let len = last.piece.len + added;
-        let seal = last.seals.for_len(len);
+        // The room ends with the slab, so the sum fits.
+        let new_len = last.piece.len + added;
+        let new_seal = last.seal_by_len.for_len(new_len);
+        // If the exchange below fails, the time of the piece is too new, which is harmless.
         records
             .word(last.record, word::MODIFIED)
             .store(modified, Ordering::Relaxed);
         records.before_store();
-        if replace_seal(records.word(last.record, word::SEAL), last.seal, seal).is_err() {
+        if replace_seal(records.word(last.record, word::SEAL), last.seal, new_seal).is_err() {
             return Err(self.find_append_error(records));
         }
-        last.piece.len = len;
-        last.seal = seal;
+        last.piece.len = new_len;
+        last.seal = new_seal;
         self.position += added;
         self.check_invariants();
         Ok(())

@@ -3,15 +3,16 @@
 //!
 //! ```text
 //! 0             superblock page, state page
-//! 8192          the words of files, by which processes with direct access notice changes
+//! 8192          file words: counters by which processes with direct access notice that a file has changed
 //! journal       two halves
 //! tables        one piece table for each chunk
 //! data          slots for chunks, 2 MiB-aligned
 //! ```
 //!
-//! A *chunk* is a *piece table* and the data that it describes: the table says which bytes of which file are where. A
-//! *slot* has space for the data of one chunk, in the arena's memory, or in the *spill file* on a local disk. There are
-//! as many chunks as slots of both kinds. A chunk is divided into *slabs*, each filled by one writer.
+//! A *chunk* is the unit in which data is stored. It has a *piece table*, which says which bytes of which file are
+//! where in its data. A *slot* has space for the data of one chunk, in the arena's memory, or in the *spill file* on a
+//! local disk. There are as many chunks as slots of both kinds. A chunk is divided into *slabs*, each filled by one
+//! writer.
 //!
 //! Each position is computed from numbers in the superblock, and never from the environment.
 
@@ -19,8 +20,8 @@ use crate::FormatError;
 use crate::piece::PIECE_BYTES;
 use crate::slab::{CHUNK_HEADER_BYTES, SLAB_HEADER_BYTES};
 
-/// Of the free memory, one part in this many is left for the journal's growth, for logs and for other files in memory.
-const SPARE_SHARE: u64 = 8;
+/// Divisor: the free memory divided by this is left for the journal's growth, for logs and for other files in memory.
+const SPARE_DIVISOR: u64 = 8;
 /// Length of a page. Positions of data are congruent to file offsets modulo this.
 pub const PAGE: u64 = 4096;
 /// Alignment of the data area, so that huge pages can back it.
@@ -29,27 +30,27 @@ pub const DATA_ALIGN: u64 = 2 << 20;
 pub const SLAB_SMALL: u64 = 64 << 10;
 /// Length of the middle slabs, in bytes.
 pub const SLAB_MEDIUM: u64 = 512 << 10;
-/// Smallest length of a chunk.
+/// Minimum length of a chunk in bytes.
 pub const CHUNK_MIN: u64 = SLAB_SMALL;
-/// Largest length of a chunk. Positions in a chunk have 32 bits.
+/// Maximum length of a chunk in bytes. Positions in a chunk have 32 bits.
 pub const CHUNK_MAX: u64 = 1 << 30;
 /// Number of piece records for each 64 KiB of a chunk. With 13 the table of a 4 MiB chunk has nine pages, less
 /// than 1 % of the data. A slab of scattered 4 KiB writes is then nearly full when its last record is used.
 pub const RECORDS_PER_SMALL: u32 = 13;
 
-/// Offset of the words of files. By a file's word, processes with direct access to the file detect whether their view
+/// Offset of the file words. By a file's word, processes with direct access to the file detect whether what they know
 /// of it is still valid.
 pub const WORDS_OFFSET: u64 = 2 * PAGE;
-/// Number of words. Files that share a word invalidate each other's views, which only costs time.
+/// Number of file words. Files that share a word count as changed together, which only costs time.
 pub const WORDS_COUNT: u32 = 4096;
-/// Length of all words in bytes.
+/// Length of all file words in bytes.
 pub const WORDS_BYTES: u64 = WORDS_COUNT as u64 * 4;
 
 /// Number of bytes of each half of the journal that always have memory. The rest gets memory when the journal grows.
 pub const JOURNAL_STEP: u64 = 256 << 10;
 /// A half of the journal may grow to the data's length divided by this. The record of a file's name has some 200 bytes.
 /// So a half can name all files of an arena that is full of 4 KiB files. An unused part has no memory.
-const JOURNAL_DATA_SHARE: u64 = 16;
+const JOURNAL_DATA_DIVISOR: u64 = 16;
 /// Bounds on the maximum length of a half of the journal.
 const JOURNAL_HALF_MIN: u64 = 4 * JOURNAL_STEP;
 const JOURNAL_HALF_MAX: u64 = 4 << 30;
@@ -74,47 +75,48 @@ impl Geometry {
     }
 
     /// Computes the layout of an arena file for `arena_bytes` of chunks in memory and `spill_bytes` in the spill file
-    /// on disk. A chunk is the unit in which both are divided; a rest that is smaller than a chunk is not used. Fails
-    /// if a size is not possible.
+    /// on disk. Both are divided into chunks of `chunk_bytes`; a remainder is not used. Fails if a size is not
+    /// possible.
     pub fn with_spill(
         arena_bytes: u64,
         chunk_bytes: u64,
         spill_bytes: u64,
     ) -> Result<Self, FormatError> {
-        let field = |why: String| FormatError::Field {
+        let invalid = |why: String| FormatError::Field {
             what: "geometry",
             why,
         };
         if !chunk_bytes.is_power_of_two() || !(CHUNK_MIN..=CHUNK_MAX).contains(&chunk_bytes) {
-            return Err(field(format!(
+            return Err(invalid(format!(
                 "chunk-size {chunk_bytes} must be a power of two from {CHUNK_MIN} to {CHUNK_MAX}"
             )));
         }
         if arena_bytes < chunk_bytes {
-            return Err(field(format!(
+            return Err(invalid(format!(
                 "arena-size {arena_bytes} does not hold one chunk of {chunk_bytes} bytes: raise arena-size or lower chunk-size"
             )));
         }
         let Ok(chunk_count) = u32::try_from(arena_bytes / chunk_bytes) else {
-            return Err(field(format!(
+            return Err(invalid(format!(
                 "arena-size {arena_bytes} is more than 2^32 chunks"
             )));
         };
         if spill_bytes > 0 && spill_bytes < chunk_bytes {
-            return Err(field(format!(
+            return Err(invalid(format!(
                 "spill-size {spill_bytes} does not hold one chunk of {chunk_bytes} bytes: raise spill-size or lower chunk-size"
             )));
         }
+        // A count that does not fit becomes the maximum. Then the sum does not fit either, and the sizes are refused.
         let spill_count = u32::try_from(spill_bytes / chunk_bytes).unwrap_or(u32::MAX);
         if spill_count.checked_add(chunk_count).is_none() {
-            return Err(field(format!(
+            return Err(invalid(format!(
                 "arena-size and spill-size {spill_bytes} are more than 2^32 chunks"
             )));
         }
         // The length of the journal is computed from the number of chunks, not from `arena_bytes`: the superblock
         // stores only that number, and must give the same length.
         let data_bytes = u64::from(chunk_count) * chunk_bytes;
-        let journal_half_bytes = (data_bytes / JOURNAL_DATA_SHARE)
+        let journal_half_bytes = (data_bytes / JOURNAL_DATA_DIVISOR)
             .clamp(JOURNAL_HALF_MIN, JOURNAL_HALF_MAX)
             .next_multiple_of(JOURNAL_STEP);
         Ok(Self {
@@ -204,7 +206,7 @@ impl Geometry {
 
     /// Returns the `arena-size` to propose if `free_bytes` are free, in whole MiB. Returns `None` if no arena fits.
     pub fn proposed_arena_bytes(&self, free_bytes: u64) -> Option<u64> {
-        let usable_bytes = free_bytes - free_bytes / SPARE_SHARE;
+        let usable_bytes = free_bytes - free_bytes / SPARE_DIVISOR;
         match self.fitting_arena_bytes(usable_bytes) {
             0 => None,
             arena_bytes => Some(arena_bytes),

@@ -697,14 +697,14 @@ pub fn cells_of_name(len: usize) -> usize {
         .div_ceil(NAME_PART_BYTES)
 }
 
-/// Encodes a node, a file or directory that the kernel knows, into its cells. `indexes` are the indexes of the cells,
-/// as many as [`cells_of_name`] returns.
+/// Encodes a node, a file or directory that the kernel knows, into its cells. `indexes` are the places of the cells in
+/// the table, as many as [`cells_of_name`] returns. Each cell has a link to the next one.
 ///
-/// The first cell is the node's own. The others hold parts of its name, and must be stored before the first: the node
-/// counts from the moment when its first cell is stored.
+/// The first cell is the node's own. The others hold parts of its name. The caller stores the first cell last, because
+/// the node counts from then on.
 pub fn encode_node(node: &Node, indexes: &[u32]) -> Vec<CellBytes> {
     debug_assert_eq!(indexes.len(), cells_of_name(node.name.len()));
-    let next_cell_of = |cell: usize| encode_next_cell(indexes.get(cell + 1).copied());
+    let link_after = |cell: usize| encode_next_cell(indexes.get(cell + 1).copied());
     let (name_head, name_tail) = node.name.split_at(node.name.len().min(NAME_HEAD_BYTES));
     let mut name = [0; NAME_HEAD_BYTES];
     name[..name_head.len()].copy_from_slice(name_head);
@@ -722,7 +722,7 @@ pub fn encode_node(node: &Node, indexes: &[u32]) -> Vec<CellBytes> {
         birth_ns: birth.nsec,
         generation: node.generation,
         lookups: node.lookups,
-        next_cell: next_cell_of(0),
+        next_cell: link_after(0),
         name_sum: crc32c::crc32c(&node.name),
         name,
     };
@@ -730,12 +730,13 @@ pub fn encode_node(node: &Node, indexes: &[u32]) -> Vec<CellBytes> {
     for part in name_tail.chunks(NAME_PART_BYTES) {
         let mut bytes = [0; NAME_PART_BYTES];
         bytes[..part.len()].copy_from_slice(part);
+        let cell = cells.len();
         let name_cell = RawName {
             seal: 0,
             tag: TAG_NAME,
             len: part.len() as u8,
             unused: 0,
-            next_cell: next_cell_of(cells.len()),
+            next_cell: link_after(cell),
             unused_2: 0,
             bytes,
         };
@@ -745,7 +746,8 @@ pub fn encode_node(node: &Node, indexes: &[u32]) -> Vec<CellBytes> {
 }
 
 impl Handle {
-    /// Encodes the open handle into a cell, a record of 128 bytes. Its first word is the seal, the checksum of the rest.
+    /// Encodes the open handle into a cell, a record of 128 bytes. Its first word is the seal, the checksum of the
+    /// rest.
     pub fn encode(&self) -> CellBytes {
         let (served_by, backing_id) = match self.served_by {
             ServedBy::Engine => (SERVED_BY_ENGINE, 0),
@@ -797,7 +799,8 @@ impl Request {
 }
 
 impl Transaction {
-    /// Encodes the transaction into a cell, a record of 128 bytes. Its first word is the seal, the checksum of the rest.
+    /// Encodes the transaction into a cell, a record of 128 bytes. Its first word is the seal, the checksum of the
+    /// rest.
     pub fn encode(&self) -> CellBytes {
         let (owner, pid, start_ticks) = match self.owner {
             TransactionOwner::Unowned => (OWNER_NONE, 0, 0),
@@ -1063,8 +1066,9 @@ pub fn read_contents(bytes: &[u8]) -> Contents {
             Err(DamagedCell) => contents.damaged += 1,
         }
     }
-    // An entry is changed by a new cell, and then the old one is freed. If firnd died between the two, the later one
-    // counts.
+    // An entry is changed by a new cell, and then the old one is freed. If firnd died between the two, both cells are
+    // there, and the one that is further on counts. A handle gets a memory file first and is released last. A request
+    // gets the offset of its append first and is done last.
     let handle_progress = |handle: &Handle| (handle.is_released, handle.view);
     keep_latest(&mut contents.handles, |handle| handle.id, handle_progress);
     let request_progress = |request: &Request| (request.is_append_done, request.append_offset);
@@ -1116,8 +1120,8 @@ impl<T> Stored<T> {
     }
 }
 
-/// Retains one entry for each id. An id has two entries if firnd died while it changed the entry. The entry with more
-/// progress is the later one.
+/// Retains one entry for each id. An id has two entries if firnd died while it changed the entry. The one with the
+/// larger `progress` is the later one.
 fn keep_latest<T, P: Ord>(
     entries: &mut Vec<Stored<T>>,
     id: impl Fn(&T) -> u64,

@@ -233,6 +233,9 @@ const fn compute_checksum_changes() -> [[u32; 256]; 4] {
     table
 }
 
+/// Maximum length of a file: the largest offset of pread(2) and pwrite(2).
+const FILE_BYTES_MAX: u64 = i64::MAX as u64;
+
 /// A valid piece record, as [`RawPiece::check`] returns it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CheckedPiece {
@@ -243,8 +246,8 @@ pub enum CheckedPiece {
 }
 
 impl RawPiece {
-    /// Checks and decodes the record of a piece, a range of a file's bytes in a slab of a chunk. The slab has this
-    /// generation, the number of its present lease, and occupies the bytes `slab_start..slab_end` of the chunk.
+    /// Decodes the record of a piece, a range of a file's bytes in a slab, if it is valid. `generation` is the number
+    /// of the slab's present lease. The slab occupies the bytes `slab_start..slab_end` of its chunk.
     ///
     /// Fails if the checksum does not match, as for a record that was never published in this lease. Fails also if the
     /// piece leaves its slab, or ends beyond the largest offset of a file.
@@ -257,17 +260,7 @@ impl RawPiece {
         if self.seal == dead_seal(generation) {
             return Ok(CheckedPiece::Dead);
         }
-        // The file word has the upper bits of the sequence, and the position word the lower ones. The seal has the
-        // checksum and the length.
-        let sequence_high = self.file_word >> FILE_BITS;
-        let sequence_low = self.position_word & u64::from(u32::MAX);
-        let piece = Piece {
-            file: self.file_word & FILE_MAX,
-            offset: self.offset,
-            sequence: sequence_high << 32 | sequence_low,
-            position: (self.position_word >> 32) as u32,
-            len: (self.seal & !FROZEN) as u32,
-        };
+        let piece = self.unpack();
         let found = (self.seal >> 32) as u32;
         let expected = piece.checksum(generation);
         if found != expected {
@@ -287,17 +280,28 @@ impl RawPiece {
                 ),
             });
         }
-        if piece
-            .offset
-            .checked_add(u64::from(piece.len))
-            .is_none_or(|end| end > i64::MAX as u64)
-        {
+        let file_end = piece.offset.checked_add(u64::from(piece.len));
+        if file_end.is_none_or(|end| end > FILE_BYTES_MAX) {
             return Err(FormatError::Field {
                 what: "piece record",
                 why: "beyond the largest file".into(),
             });
         }
         Ok(CheckedPiece::Live(piece))
+    }
+
+    /// Returns the fields of the record as they are stored, without a check. The file word has the upper bits of the
+    /// sequence, and the position word the lower ones. The seal has the length, and the checksum above it.
+    fn unpack(&self) -> Piece {
+        let sequence_high = self.file_word >> FILE_BITS;
+        let sequence_low = self.position_word & u64::from(u32::MAX);
+        Piece {
+            file: self.file_word & FILE_MAX,
+            offset: self.offset,
+            sequence: sequence_high << 32 | sequence_low,
+            position: (self.position_word >> 32) as u32,
+            len: (self.seal & !FROZEN) as u32,
+        }
     }
 }
 

@@ -1,4 +1,4 @@
-//! Journal records: the changes to names and files that a recovery must know to bring pending data to the right files.
+//! Journal records: the changes to names and files that a recovery must know to write pending data to the right files.
 //!
 //! Data is *pending* while it is in the arena (shared memory) and not in the *backing*, the directory that a mount
 //! serves. A *piece* is one range of a file's pending bytes. After a crash, a *recovery* writes the pieces to the
@@ -10,7 +10,7 @@
 
 use crate::FormatError;
 
-/// A point in time as the backing stores it: seconds and nanoseconds.
+/// A point in time as the backing stores it: seconds since 1970, and nanoseconds within the second.
 pub type Timestamp = (i64, u32);
 
 /// The identity of a file in the backing.
@@ -45,7 +45,7 @@ pub enum Record {
         /// The name.
         path: Vec<u8>,
     },
-    /// A name is about to be removed. From now on the file may or may not have it.
+    /// The removal of a name begins. From now on the name is doubtful: the file may or may not have it.
     NameRemoved {
         /// File id.
         file: u64,

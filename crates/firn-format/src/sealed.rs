@@ -1,7 +1,8 @@
-//! Sealed files: small files with a magic number, a version and a checksum before their content.
+//! Sealed files: small files with a header of magic number, version and checksum before their *payload*. Messages call
+//! such a file a record.
 //!
 //! A reader learns from the header that a file is of another kind or version, or that it was cut off or changed. The
-//! content is parsed by the reader.
+//! reader then parses the payload itself.
 //!
 //! ```text
 //! 0   8 bytes   magic

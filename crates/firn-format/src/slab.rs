@@ -17,10 +17,11 @@ pub const SLAB_HEADER_BYTES: u64 = 32;
 pub mod chunk_word {
     /// `u32`: [`super::Class`] of the chunk's slabs, or the word of a free chunk.
     pub const CLASS: u64 = 0;
-    /// `u64`: [`crate::home::Home`] of the chunk's data, or 0. It counts unless the chunk is free.
+    /// `u64`: [`crate::home::Home`] of the chunk's data, or 0. It has no meaning while the chunk is free.
     pub const HOME: u64 = 8;
-    /// `u64`: [`crate::memory_file::MemoryFileLocation`] of the memory slot (place for one chunk) with this chunk's
-    /// index, or 0 if that slot's bytes are in the arena's own file. It is not a property of the chunk.
+    /// `u64`: a word of a memory slot (place for one chunk) that only shares the header: slot *i* has its word in the
+    /// header of chunk *i*, though its data may belong to another chunk. It is the slot's
+    /// [`crate::memory_file::MemoryFileLocation`], or 0 if the slot's bytes are in the arena's own file.
     pub const MEMORY_FILE_LOCATION: u64 = 16;
 }
 
@@ -33,11 +34,11 @@ pub mod slab_word {
     /// `u64`: generation, raised by each lease (a writer's right to fill the slab). The checksums of records cover it,
     /// so a record of an earlier lease is never valid.
     pub const GENERATION: u64 = 8;
-    /// `u64`: [`super::writer_idle`] of the generation while a client process has the lease, with
-    /// [`super::WRITER_BUSY`] while it stores bytes; 0 if no client may store bytes.
+    /// `u64`: [`super::writer_idle`] of the generation while a client (a process that fills the slab itself) has the
+    /// lease, with [`super::WRITER_BUSY`] while it stores bytes; 0 if no client may store bytes.
     pub const WRITER: u64 = 16;
-    /// `u32`: process id of that client.
-    pub const HOLDER: u64 = 24;
+    /// `u32`: process id of the client that has the lease. It has a meaning only while [`WRITER`] is not 0.
+    pub const CLIENT_PID: u64 = 24;
 }
 
 /// Bit of the word [`slab_word::WRITER`]: the client is storing bytes into the slab.

@@ -8,7 +8,7 @@
 //! 16    uuid of the arena       16
 //! 32    slot_bytes u64          bytes of a chunk
 //! 40    path_len u32, path      path of the arena, at most 4000 bytes
-//! 4092  CRC32C of all before
+//! 4092  CRC32C of all bytes before it
 //! ```
 //!
 //! The header is written once, when the file is made. Slot *i* begins at [`SPILL_DATA_OFFSET`] + *i* × `slot_bytes`.
@@ -24,7 +24,8 @@ pub const SPILL_MAGIC: [u8; 8] = *b"FIRNSPIL";
 pub const SPILL_HEADER_BYTES: usize = 4096;
 /// Offset of the first slot. It is aligned for direct I/O on devices with any size of block.
 pub const SPILL_DATA_OFFSET: u64 = 64 << 10;
-/// Bound on the stored path of an arena. A longer path is cut.
+/// Maximum length of the stored path of an arena. A longer path is cut: then no arena is found there, and the file
+/// counts as left over once no firnd has it locked.
 const PATH_MAX: usize = 4000;
 
 /// Offsets of the fields.
@@ -47,7 +48,7 @@ pub struct SpillHeader {
     pub slot_bytes: u64,
     /// Number of slots.
     pub slot_count: u32,
-    /// Path at which the arena was made, cut at 4000 bytes. By this path Firn checks whether the arena still exists.
+    /// Path at which the arena was made, cut at 4000 bytes. Firn looks there to learn whether the arena still exists.
     pub arena_path: Vec<u8>,
 }
 
@@ -78,12 +79,12 @@ impl SpillHeader {
                 expected: SPILL_HEADER_BYTES as u64,
             });
         };
-        let field = |why: &str| FormatError::Field {
+        let invalid = |why: &str| FormatError::Field {
             what: "spill header",
             why: why.into(),
         };
         if page[0..8] != SPILL_MAGIC {
-            return Err(field("the magic number is missing"));
+            return Err(invalid("the magic number is missing"));
         }
         let version = read_u32(page, offset::VERSION);
         if version != VERSION {
@@ -103,7 +104,7 @@ impl SpillHeader {
         }
         let path_len = read_u32(page, offset::PATH_LEN) as usize;
         if path_len > PATH_MAX {
-            return Err(field("path longer than its field"));
+            return Err(invalid("path longer than its field"));
         }
         Ok(Self {
             uuid: read_array(page, offset::UUID),

@@ -10,7 +10,7 @@
 //! 56    backing_dev u64, backing_ino u64, created_s i64
 //! 80    path_len u32, path      at most 3072 bytes
 //! 3160  path_len u32, path of the spill file, at most 920 bytes
-//! 4092  CRC32C of all before
+//! 4092  CRC32C of all bytes before it
 //! ```
 //!
 //! The superblock is written once, when the arena is made. Values that change (sequence, epoch, holder) are in the
@@ -26,9 +26,9 @@ pub const MAGIC: [u8; 8] = *b"FIRNAREN";
 pub const VERSION: u32 = 5;
 /// Length of the superblock in bytes.
 pub const SUPERBLOCK_BYTES: usize = 4096;
-/// Bound on the stored path of a backing. A longer path is cut.
+/// Maximum length of the stored path of a backing. A longer path is cut, and then is not that of the backing.
 pub const PATH_MAX: usize = 3072;
-/// Bound on the path of a spill file.
+/// Maximum length of the path of a spill file. An arena with a longer one is not made.
 pub const SPILL_PATH_MAX: usize = 920;
 
 /// Offsets of the fields of the superblock.
@@ -49,19 +49,23 @@ mod offset {
     pub(super) const CHECKSUM: usize = super::SUPERBLOCK_BYTES - 4;
 }
 
-/// Offsets of words in the state page that follows the superblock.
+/// Offsets of words in the state page that follows the superblock. The *holder* is the firnd process that has attached
+/// the arena last.
 pub mod state_word {
+    /// Offset of the state page.
+    const STATE_PAGE: u64 = super::SUPERBLOCK_BYTES as u64;
+
     /// `u64`: sequence of the last write.
-    pub const SEQUENCE: u64 = 4096;
-    /// `u64`: number of firnds that the arena has had.
-    pub const EPOCH: u64 = 4096 + 8;
+    pub const SEQUENCE: u64 = STATE_PAGE;
+    /// `u64`: number of firnd processes that have attached the arena.
+    pub const EPOCH: u64 = STATE_PAGE + 8;
     /// `u64`: generation of the last lease.
-    pub const GENERATION: u64 = 4096 + 16;
-    /// `u32`: process id of firnd, for messages only.
-    pub const HOLDER_PID: u64 = 4096 + 24;
-    /// `u32` length and bytes of the mount point, for messages only.
-    pub const HOLDER_PATH: u64 = 4096 + 28;
-    /// Bound on the stored mount point. A longer one is cut.
+    pub const GENERATION: u64 = STATE_PAGE + 16;
+    /// `u32`: process id of the holder, for messages only.
+    pub const HOLDER_PID: u64 = STATE_PAGE + 24;
+    /// `u32` length and bytes of the holder's mount point, for messages only.
+    pub const HOLDER_PATH: u64 = STATE_PAGE + 28;
+    /// Maximum length of the stored mount point. A longer one is cut, so messages show only its start.
     pub const HOLDER_PATH_MAX: usize = 4000;
 }
 
@@ -161,8 +165,8 @@ impl Superblock {
     }
 }
 
-/// Decodes the layout of the arena from its superblock. Fails unless all of its numbers follow from its sizes, so a
-/// page with other numbers is never used.
+/// Decodes the layout of the arena from its superblock. Computes it again from the sizes, and fails if a size is not
+/// possible or the stored layout differs. Only `journal_half_bytes` can differ.
 fn decode_geometry(page: &[u8; SUPERBLOCK_BYTES]) -> Result<Geometry, FormatError> {
     let geometry = Geometry {
         chunk_bytes: read_u64(page, offset::CHUNK_BYTES),

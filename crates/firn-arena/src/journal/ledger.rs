@@ -1,13 +1,14 @@
 //! The ledger: the state that results when the records of a journal are applied in order.
 //!
 //! It has the files with bytes that are not yet in the *backing*, the directory that a mount serves. Each has a *file
-//! id* and its names there. The ledger also has the renames that are under way. After a crash, the *recovery* finds by
-//! the ledger which file gets which bytes.
+//! id*, and the names of the file in the backing. The ledger also has the renames that are under way. After a crash,
+//! the *recovery* reads from the ledger which file gets which bytes.
 //!
-//! A *piece* is a range of a file's bytes that is *pending*, not in the backing yet. A *drained* range is there.
+//! A *piece* is a range of a file's bytes that is *pending*, not in the backing yet. A range is *drained* once it is in
+//! the backing.
 //!
 //! Invariants
-//! * A file id has at least the names with which it began, until they are removed or renamed.
+//! * A file keeps the names with which its file id began, until a record removes or renames them.
 //! * A *doubtful* name may or may not lead to the file. Recovery looks there and compares the identity.
 //! * A rename changes names when it ends, and only if it was done. The names that a rename under way may have produced
 //!   are computed ([`Ledger::possible_paths`]). If they were stored, each rename would double the number of names.
@@ -41,8 +42,8 @@ pub struct DrainedRange {
     pub sequence: u64,
 }
 
-/// A name of a file, and whether the name leads to the file.
-pub type Path = (Box<[u8]>, PathState);
+/// A name of a file, its path in the backing, and whether the name leads to the file.
+pub type KnownName = (Box<[u8]>, PathState);
 
 /// A file with pending data. There may be very many such files, so a field that few of them need takes only a word.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -50,14 +51,14 @@ pub struct KnownFile {
     /// Identity of the file in the backing.
     pub identity: Identity,
     /// Names under which it may be found, the best first.
-    pub paths: SmallVec<[Path; 1]>,
+    pub paths: SmallVec<[KnownName; 1]>,
     /// Ranges in which older pieces are not pending any more.
     pub drained_ranges: ThinVec<DrainedRange>,
-    /// Truncations that have begun and not ended: sequence and new length.
+    /// Truncations that have begun and not ended: the sequence number of each, and the new length of the file.
     pub truncating: ThinVec<(u64, u64)>,
     /// Modification time that counts until a piece has one later than [`ModifiedAt::written`].
     pub modified_at: Option<Box<ModifiedAt>>,
-    /// Whether the file is open for writing, closed or cut.
+    /// Whether the file is open for writing, closed, or was open when firnd died.
     pub ending: Ending,
 }
 
@@ -111,7 +112,7 @@ impl Rename {
     }
 
     /// Adds the names that files may have because of the rename.
-    fn add_destinations(&self, paths: &mut SmallVec<[Path; 1]>) {
+    fn add_destinations(&self, paths: &mut SmallVec<[KnownName; 1]>) {
         let new_paths: Vec<_> = paths
             .iter()
             .filter_map(|(path, _)| self.destination(path))
@@ -123,7 +124,7 @@ impl Rename {
 }
 
 /// Adds a name. If the name is in the list already, it becomes sure if `state` is sure.
-fn add_path(paths: &mut SmallVec<[Path; 1]>, path: Box<[u8]>, state: PathState) {
+fn add_path(paths: &mut SmallVec<[KnownName; 1]>, path: Box<[u8]>, state: PathState) {
     match paths.iter_mut().find(|(name, _)| *name == path) {
         Some((_, known_state)) if state == PathState::Sure => *known_state = state,
         Some(_) => {}
@@ -296,7 +297,7 @@ impl Ledger {
     }
 
     /// Returns every name that may lead to a file, including those that renames under way may have produced.
-    pub fn possible_paths(&self, known_file: &KnownFile) -> SmallVec<[Path; 1]> {
+    pub fn possible_paths(&self, known_file: &KnownFile) -> SmallVec<[KnownName; 1]> {
         let mut paths = known_file.paths.clone();
         for rename in self.renames.values() {
             rename.add_destinations(&mut paths);
@@ -336,24 +337,26 @@ impl Ledger {
         }
     }
 
-    /// Returns by how many bytes the next snapshot gets shorter because of `record`. A snapshot rewrites the journal
-    /// and leaves out older records that later ones made void.
+    /// Returns how many bytes `record` saves in the next snapshot: the size of the earlier records that it makes void.
+    /// A snapshot rewrites the journal without such records.
     ///
     /// Called before the record is applied. For the end of a rename, the result is an upper bound.
-    pub(crate) fn bytes_ended_by(&self, record: &Record) -> usize {
+    pub(crate) fn snapshot_bytes_saved_by(&self, record: &Record) -> usize {
         match record {
-            Record::FileIdEnd { file } => match self.files.get(file) {
-                Some(known_file) => known_file.encoded_bytes(*file),
-                None => 0,
-            },
-            Record::DrainedRangesForgotten { file, sequence } => match self.files.get(file) {
-                Some(known_file) => known_file.drained_range_bytes(*file, *sequence),
-                None => 0,
-            },
-            Record::RenameEnd { id, .. } => match self.renames.get(id) {
-                Some(rename) => self.moved_name_bytes(rename),
-                None => 0,
-            },
+            Record::FileIdEnd { file } => self
+                .files
+                .get(file)
+                .map_or(0, |known_file| known_file.encoded_bytes(*file)),
+            Record::DrainedRangesForgotten { file, sequence } => {
+                self.files.get(file).map_or(0, |known_file| {
+                    known_file.drained_range_bytes(*file, *sequence)
+                })
+            }
+            Record::RenameEnd { id, .. } => self
+                .renames
+                .get(id)
+                .map_or(0, |rename| self.moved_name_bytes(rename)),
+            // What other records save is not counted.
             _ => 0,
         }
     }
@@ -451,8 +454,8 @@ impl KnownFile {
         range_count * frame_bytes(record.encode().len())
     }
 
-    /// Passes each record that is needed to rebuild this file id, the entry of one file, to `sink`. The record that
-    /// begins the id comes first.
+    /// Passes each record that is needed to rebuild the entry of the file with the id `file` to `sink`. The record that
+    /// begins the file id comes first, with all names.
     fn for_each_record(&self, file: u64, sink: &mut impl FnMut(Record)) {
         let paths = self.paths.iter().map(|(path, _)| path.to_vec()).collect();
         sink(Record::FileIdBegin {
@@ -462,6 +465,7 @@ impl KnownFile {
             ending: self.ending,
         });
         for (path, state) in &self.paths {
+            // This record makes a name doubtful: its removal has begun.
             if *state == PathState::Doubtful {
                 sink(Record::NameRemoved {
                     file,

@@ -17,12 +17,11 @@ pub trait Medium: Send {
     /// Allocates memory for a range, which may be written only after that. Returns false, and changes nothing, if there
     /// is no memory.
     fn reserve(&mut self, offset: usize, len: usize) -> bool;
-    /// Frees the memory of a range, which reads as zeros from now on. After a crash during the call, perhaps only a
-    /// first part of the range reads as zeros.
+    /// Frees the memory of a range, which reads as zeros from now on. A crash during the call may zero only a first
+    /// part of the range.
     fn release(&mut self, offset: usize, len: usize);
-    /// Returns the number of bytes up to the last one that was stored in a range, or more. All bytes after them are
-    /// zero.
-    fn used(&self, offset: usize, len: usize) -> usize;
+    /// Returns a length after which all bytes of the range are zero: the end of the last stored data, or more.
+    fn data_len(&self, offset: usize, len: usize) -> usize;
 }
 
 /// A region in ordinary memory, for tests and tools.
@@ -50,7 +49,8 @@ impl Medium for Memory {
         self.0[offset..offset + len].fill(0);
     }
 
-    fn used(&self, _offset: usize, len: usize) -> usize {
+    fn data_len(&self, _offset: usize, len: usize) -> usize {
+        // An upper bound is enough.
         len
     }
 }

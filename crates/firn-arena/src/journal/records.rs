@@ -88,8 +88,8 @@ const FRAME_ALIGN: usize = 8;
 /// Divisor: a half's memory divided by this is reserved for records that end something, such as a file id or a rename.
 const END_RECORDS_SHARE: usize = 16;
 /// Divisor: a snapshot that gains less than a half's memory divided by this is not taken for a record that begins
-/// something.
-const GAIN_SHARE_MIN: usize = 64;
+/// something. So there is not a snapshot for each record.
+const GAIN_DIVISOR: usize = 64;
 
 /// A journal that is open for appending.
 ///
@@ -211,33 +211,38 @@ impl Replay {
 /// is damaged, its records show the generation.
 fn find_active_half<M: Medium>(medium: &M) -> Option<ActiveHalf> {
     let newest = find_newest_header(medium);
-    // Before the first snapshot only half 0 has a header, with generation 1. If that header is damaged, half 0 is tried
-    // below as the successor of an empty half 1 of generation 0.
-    let (half, generation) = newest.unwrap_or((1, 0));
-    let other_half = 1 - half;
-    let other_bytes = read_half(medium, other_half);
-    // The other half may be the active one with a damaged header: then it has records of the next generation. A header
-    // with a magic of 0 is not damaged: a crash interrupted the snapshot, and the old half is still the active one.
-    let is_header_damaged =
-        decode_half_header(&other_bytes).is_none() && other_bytes[..8] != [0; 8];
-    let next_generation = generation.saturating_add(1);
-    if is_header_damaged
-        && next_frame(&other_bytes, next_generation, HALF_HEADER_BYTES, 0).is_some()
-    {
+    // The half without the newest header may be the active one with a damaged header: then it has records of the next
+    // generation.
+    let (candidate_half, candidate_generation) = match newest {
+        Some((half, generation)) => (1 - half, generation.saturating_add(1)),
+        // Before the first snapshot only half 0 has a header, with generation 1.
+        None => (0, 1),
+    };
+    let candidate_bytes = read_half(medium, candidate_half);
+    let has_records =
+        || next_frame(&candidate_bytes, candidate_generation, HALF_HEADER_BYTES, 0).is_some();
+    if has_damaged_header(&candidate_bytes) && has_records() {
         return Some(ActiveHalf {
-            half: other_half,
-            generation: next_generation,
-            bytes: other_bytes,
+            half: candidate_half,
+            generation: candidate_generation,
+            bytes: candidate_bytes,
             is_header_damaged: true,
         });
     }
-    newest?;
+    let (half, generation) = newest?;
     Some(ActiveHalf {
         half,
         generation,
         bytes: read_half(medium, half),
         is_header_damaged: false,
     })
+}
+
+/// Returns whether the header of a half is damaged. A header with a magic of 0 is not: a crash interrupted the snapshot
+/// to that half, and the other half is still the active one.
+fn has_damaged_header(half_bytes: &[u8]) -> bool {
+    const NO_MAGIC: [u8; 8] = [0; 8];
+    decode_half_header(half_bytes).is_none() && half_bytes[..NO_MAGIC.len()] != NO_MAGIC
 }
 
 /// Returns the half whose valid header has the largest generation, and that generation.
@@ -260,7 +265,7 @@ fn find_newest_header<M: Medium>(medium: &M) -> Option<(usize, u64)> {
 fn read_half<M: Medium>(medium: &M, half: usize) -> Vec<u8> {
     let half_bytes = medium.len() / 2;
     let start = half * half_bytes;
-    let used_bytes = medium.used(start, half_bytes);
+    let used_bytes = medium.data_len(start, half_bytes);
     let mut bytes = vec![0u8; used_bytes.max(HALF_HEADER_BYTES.min(half_bytes))];
     medium.read(start, &mut bytes);
     bytes
@@ -269,14 +274,16 @@ fn read_half<M: Medium>(medium: &M, half: usize) -> Vec<u8> {
 /// Returns the next complete frame, one encoded record, at or after the offset `from` of a half of the journal. Returns
 /// `None` if none follows.
 ///
-/// The frame's sequence number must be at least `sequence_min`, and no larger than a half can have frames. The search
-/// finds nothing after a torn tail, and finds the next frame after damage in the middle.
+/// The frame's sequence number must be at least `sequence_min`. The generation and the checksum in a frame tell it from
+/// old or damaged bytes. So the search skips damage in the middle, and finds nothing after a frame that was torn at the
+/// end.
 fn next_frame(
     bytes: &[u8],
     generation: u64,
     from: usize,
     sequence_min: u64,
 ) -> Option<FoundFrame<'_>> {
+    // Frames are numbered from 0 and each takes more than one byte, so every number is below this.
     let sequence_limit = bytes.len() as u64;
     let mut offset = from;
     while offset + FRAME_HEADER_BYTES < bytes.len() {
@@ -409,7 +416,7 @@ impl<M: Medium> Journal<M> {
             .write(self.half * self.half_bytes() + self.end, &frame);
         self.end += frame.len();
         self.sequence += 1;
-        self.ended_bytes += self.ledger.bytes_ended_by(record);
+        self.ended_bytes += self.ledger.snapshot_bytes_saved_by(record);
         self.ledger.apply(record);
         self.check_sometimes(frame.len());
         Ok(())
@@ -474,22 +481,22 @@ impl<M: Medium> Journal<M> {
     }
 
     /// Makes room for `new_bytes` more bytes in the active half of the journal: by a snapshot, or by more memory for
-    /// both halves. Fails if neither is possible; then something must be drained first.
+    /// both halves. Fails if neither is possible; then the caller must drain files first.
     ///
-    /// A snapshot writes only the records that still matter to the other half, and makes that half the active one. With
-    /// [`RecordRole::End`], the record ends what an earlier one has begun. It may use reserved room, and a snapshot of
-    /// any gain is taken for it.
+    /// A snapshot writes only the records that still matter to the other half, and makes that half the active one:
+    /// * before the halves grow, if it frees half of the used bytes;
+    /// * when the halves cannot grow, if it frees a minimum share of them;
+    /// * for a record that ends what an earlier one has begun, even if it frees less than that.
     fn make_room(&mut self, new_bytes: usize, role: RecordRole) -> Result<(), Full> {
         if self.fits(new_bytes, role) {
             return Ok(());
         }
-        // A snapshot writes the whole ledger, so it is preferred to growth only if it frees half of the used bytes. A
-        // snapshot that gains less is taken only if the halves cannot grow. The minimum gain prevents a snapshot for
-        // each record.
         let gained_bytes = self.gained_bytes();
-        let gain_min = self.reserved[self.half] / GAIN_SHARE_MIN;
+        let gain_min = self.reserved[self.half] / GAIN_DIVISOR;
         let may_take_snapshot = role == RecordRole::End || gained_bytes >= gain_min;
-        if gained_bytes >= self.end / 2 {
+        // A snapshot writes the whole ledger, so growth is preferred to one that gains little.
+        let prefers_snapshot = gained_bytes >= self.end / 2;
+        if prefers_snapshot {
             // A snapshot that fails changes nothing. Then the loop below tries to grow.
             let _ = self.snapshot();
         }

@@ -112,8 +112,8 @@ impl Medium for Recorder {
     fn release(&mut self, at: usize, len: usize) {
         self.memory.release(at, len);
     }
-    fn used(&self, at: usize, len: usize) -> usize {
-        self.memory.used(at, len)
+    fn data_len(&self, at: usize, len: usize) -> usize {
+        self.memory.data_len(at, len)
     }
 }
 
@@ -275,8 +275,8 @@ impl Medium for Counter {
     fn release(&mut self, at: usize, len: usize) {
         self.memory.release(at, len);
     }
-    fn used(&self, at: usize, len: usize) -> usize {
-        self.memory.used(at, len)
+    fn data_len(&self, at: usize, len: usize) -> usize {
+        self.memory.data_len(at, len)
     }
 }
 
@@ -350,7 +350,8 @@ fn regression_ranges_that_passed_make_room() {
     journal.append(&bind(2, "other/path")).unwrap();
 }
 
-/// When the ledger stored the names that each rename might produce, they doubled with each rename, until none could end.
+/// When the ledger stored the names that each rename might produce, they doubled with each rename, until none could
+/// end.
 #[test]
 fn regression_renames_add_no_names() {
     let mut ledger = Ledger::default();

@@ -102,7 +102,7 @@ impl Medium for Scarce {
         let after = state.bytes.clone();
         state.copies.extend([before, halfway, after]);
     }
-    fn used(&self, at: usize, len: usize) -> usize {
+    fn data_len(&self, at: usize, len: usize) -> usize {
         let pages = &self.state().pages[at / PAGE..(at + len) / PAGE];
         pages
             .iter()

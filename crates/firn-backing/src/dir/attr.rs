@@ -49,7 +49,7 @@ fn time(timestamp: StatxTimestamp) -> Time {
     }
 }
 
-/// Returns the number of names of an object, perhaps from a cache of this host.
+/// Returns the number of names of an object. It may come from a cache of this host.
 pub(super) fn links(fd: impl AsFd) -> Result<u64> {
     let stat = statx(
         fd,

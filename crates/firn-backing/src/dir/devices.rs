@@ -1,9 +1,9 @@
 //! The file systems that syncfs(2) makes durable.
 //!
-//! syncfs(2) writes the kernel's pages and returns 0, even if the file system has no further work in it. The file
-//! system's server may then not have made the pages durable, and may not have got new names at all. So [`REACHED`]
-//! lists only file systems whose kernel code handles both. On any other file system each file is synced separately,
-//! which is always right.
+//! syncfs(2) writes the kernel's pages and returns 0, even if the file system's own sync does nothing more. Its server
+//! may then not have made the pages durable, and may not even know of new names. So [`SYNCFS_SUFFICES`] lists only file
+//! systems with kernel code that handles both. On any other file system each file is synced separately, which is always
+//! right.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -29,7 +29,7 @@ use crate::Result;
 ///   sync.
 /// * NFS (0x6969): it has no `sync_fs`. Its write-back commits dirty pages, but kernels before 5.8 report no error of
 ///   it.
-const REACHED: [u32; 14] = [
+const SYNCFS_SUFFICES: [u32; 14] = [
     0x0000_ef53, // ext2, ext3, ext4
     0x5846_5342, // xfs
     0x9123_683e, // btrfs
@@ -42,15 +42,16 @@ const REACHED: [u32; 14] = [
     0x0116_1970, // gfs2
     0x7461_636f, // ocfs2
     0x00c3_6400, // CephFS: `ceph_sync_fs` waits for the servers' journals and objects
-    0x0102_1994, // tmpfs: nothing is durable, whatever is called
-    0x8584_58f6, // ramfs
+    0x0102_1994, // tmpfs: never durable, so separate syncs would achieve nothing more
+    0x8584_58f6, // ramfs: likewise
 ];
 
 /// File systems that were seen in a backing, by device number.
 #[derive(Debug)]
 pub(super) struct Devices {
     root_dev: u64,
-    is_root_one_by_one: bool,
+    /// Whether each file of the root's file system is synced separately.
+    is_root_synced_one_by_one: bool,
     /// The owner of range locks in the file system of the root.
     pub(super) range_owner: RangeOwner,
     /// The top directory of the backing, opened for reading, because syncfs(2) refuses an `O_PATH` descriptor.
@@ -66,8 +67,8 @@ fn file_system_type(fd: BorrowedFd<'_>) -> Option<u32> {
 }
 
 /// Returns whether syncfs(2) makes a file system durable. False, which is always right, if its type is unknown.
-fn is_reached(file_system: Option<u32>) -> bool {
-    file_system.is_some_and(|number| REACHED.contains(&number))
+fn syncfs_suffices(file_system: Option<u32>) -> bool {
+    file_system.is_some_and(|number| SYNCFS_SUFFICES.contains(&number))
 }
 
 impl Devices {
@@ -75,7 +76,7 @@ impl Devices {
         let file_system = file_system_type(readable_root.as_fd());
         Ok(Self {
             root_dev,
-            is_root_one_by_one: !is_reached(file_system),
+            is_root_synced_one_by_one: !syncfs_suffices(file_system),
             range_owner: RangeOwner::in_file_system(file_system),
             readable_root,
             others: Mutex::default(),
@@ -85,12 +86,12 @@ impl Devices {
     /// Whether files of the file system `dev` are synced one by one. `fd` is an object on it.
     pub(super) fn is_synced_one_by_one(&self, dev: u64, fd: BorrowedFd<'_>) -> bool {
         if dev == self.root_dev {
-            return self.is_root_one_by_one;
+            return self.is_root_synced_one_by_one;
         }
         if let Some(is_one_by_one) = self.others.lock().get(&dev) {
             return *is_one_by_one;
         }
-        let is_one_by_one = !is_reached(file_system_type(fd));
+        let is_one_by_one = !syncfs_suffices(file_system_type(fd));
         self.others.lock().insert(dev, is_one_by_one);
         is_one_by_one
     }
@@ -115,29 +116,30 @@ pub(super) fn mounts_below(top: &[u8], root: &[u8]) -> Vec<Vec<u8>> {
     let entries = mountinfo::parse(&text);
     entries
         .iter()
-        .filter_map(|entry| path_below(entry, top, root))
+        .filter_map(|entry| sync_path_of_mount(entry, top, root))
         .collect()
 }
 
-/// Returns the path of a mount point from `root` if it is below `top` and of a kind to sync: mounts of Firn and of
-/// automount are left out. Returns `None` for any other mount point.
-fn path_below(mount: &mountinfo::Entry, top: &[u8], root: &[u8]) -> Option<Vec<u8>> {
+/// Returns the path of a mount point, relative to `root`, if its file system must be synced with the tree at `top`.
+/// Returns `None` if it is not below `top`, or is a mount of Firn or of automount.
+fn sync_path_of_mount(mount: &mountinfo::Entry, top: &[u8], root: &[u8]) -> Option<Vec<u8>> {
     if matches!(mount.fs_type.as_str(), mountinfo::FIRN | "autofs") {
         return None;
     }
     let mount_point = mount.mount_point.as_os_str().as_bytes();
-    let path_from = |dir: &[u8]| {
-        let prefix = if dir == b"/" { b"" } else { dir };
-        mount_point
-            .strip_prefix(prefix)?
-            .strip_prefix(b"/")
-            .map(<[u8]>::to_vec)
-    };
-    let is_below_top = path_from(top).is_some();
+    let is_below_top = relative_path(mount_point, top).is_some();
     if !is_below_top {
         return None;
     }
-    path_from(root).filter(|path| !path.is_empty())
+    relative_path(mount_point, root)
+        .filter(|path| !path.is_empty())
+        .map(<[u8]>::to_vec)
+}
+
+/// Returns the path of `path` from the directory `dir`. Returns `None` if it is not below `dir`. Both are absolute.
+fn relative_path<'a>(path: &'a [u8], dir: &[u8]) -> Option<&'a [u8]> {
+    let prefix = if dir == b"/" { b"" } else { dir };
+    path.strip_prefix(prefix)?.strip_prefix(b"/")
 }
 
 #[cfg(test)]
@@ -150,7 +152,7 @@ mod tests {
             let line = format!("36 35 98:0 / {at} rw,noatime master:1 - {kind} source rw");
             mountinfo::parse(line.as_bytes()).remove(0)
         };
-        let found = |at, kind| path_below(&mount(at, kind), b"/data/top", b"/data");
+        let found = |at, kind| sync_path_of_mount(&mount(at, kind), b"/data/top", b"/data");
         assert_eq!(
             found("/data/top/a\\040b", "ext4"),
             Some(b"top/a b".to_vec())
@@ -160,7 +162,7 @@ mod tests {
         assert_eq!(found("/data/topper", "ext4"), None);
         assert_eq!(found("/data/top", "ext4"), None);
         assert_eq!(
-            path_below(&mount("/x", "ext4"), b"/", b"/"),
+            sync_path_of_mount(&mount("/x", "ext4"), b"/", b"/"),
             Some(b"x".to_vec())
         );
     }

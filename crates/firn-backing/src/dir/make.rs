@@ -1,6 +1,8 @@
 //! Creation of new objects: the steps for each kind of object.
 //!
-//! [`owner`](super::owner) carries out the steps in their order, so that the object belongs to the caller.
+//! [`create_for_caller`] carries out the steps, so that the object belongs to the caller: it creates the object, and
+//! sets the owner if needed. After an error in the second step it removes the object. The first step removes what it
+//! has made itself.
 
 use std::ffi::OsStr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -13,6 +15,13 @@ use super::proc::FdPath;
 use super::steering::{NewFile, Steering, open_new};
 use super::{DirFile, object_at};
 use crate::{Access, Attr, Caller, Kind, LaneIndex, Result};
+
+/// A new regular file as the system call opened it.
+struct OpenNewFile {
+    fd: OwnedFd,
+    /// The lane (I/O server) that has the file.
+    lane: LaneIndex,
+}
 
 /// A new regular file, open.
 pub(super) struct CreatedFile {
@@ -30,18 +39,18 @@ pub(super) fn create_file(
     steering: Option<&dyn Steering>,
 ) -> Result<CreatedFile> {
     let NewFile { parent, name, .. } = *new_file;
-    let remove_again = || remove_new(parent, name, AtFlags::empty());
-    // The steps of a creation. `create_for_caller` decides which of them to run, and with the ids of which user.
+    let remove_file = || remove_new(parent, name, AtFlags::empty());
+    // `create_for_caller` decides which of these steps to run, and with the ids of which user.
     let steps = CreationSteps {
         create: &|mode| {
-            let (fd, lane) = open_new_file(caller, new_file, mode & MODE_BITS, steering)?;
-            let attr = attr(&fd).inspect_err(|_| remove_again())?;
-            Ok(((fd, lane), attr))
+            let new_file = open_new_file(caller, new_file, mode & MODE_BITS, steering)?;
+            let attr = attr(&new_file.fd).inspect_err(|_| remove_file())?;
+            Ok((new_file, attr))
         },
-        set_owner: &|(fd, _): &(OwnedFd, LaneIndex), owner| set_owner(fd, owner),
-        remove: &remove_again,
+        set_owner: &|new_file: &OpenNewFile, owner| set_owner(&new_file.fd, owner),
+        remove: &remove_file,
     };
-    let ((fd, lane), attr) = create_for_caller(
+    let (OpenNewFile { fd, lane }, attr) = create_for_caller(
         caller,
         new_file.mode,
         || is_setgid(parent),
@@ -53,7 +62,7 @@ pub(super) fn create_file(
     let path = FdPath::from_fd(&fd);
     let inode_flags = OFlags::PATH | OFlags::CLOEXEC;
     let inode =
-        fs::open(path.as_c_str(), inode_flags, Mode::empty()).inspect_err(|_| remove_again())?;
+        fs::open(path.as_c_str(), inode_flags, Mode::empty()).inspect_err(|_| remove_file())?;
     let file = DirFile {
         fd,
         access: Access::ReadWrite,
@@ -68,55 +77,61 @@ pub(super) fn create_file(
     })
 }
 
-/// Creates a file with these mode bits on the server that `steering` chooses, or without a choice. Returns the open
-/// file and its lane (its I/O server); without steering the first lane. The thread may have the ids of the caller.
+/// Creates and opens a file with these mode bits. `steering`, if there is one, chooses its lane (its I/O server);
+/// otherwise the lane is the first.
 fn open_new_file(
     caller: &Caller,
     new_file: &NewFile<'_>,
     mode: u32,
     steering: Option<&dyn Steering>,
-) -> Result<(OwnedFd, LaneIndex)> {
+) -> Result<OpenNewFile> {
     let Some(steering) = steering else {
         let fd = open_new(new_file.parent, new_file.name, mode, OFlags::empty())?;
-        return Ok((fd, LaneIndex::FIRST));
+        let lane = LaneIndex::FIRST;
+        return Ok(OpenNewFile { fd, lane });
     };
-    steering.create(&NewFile {
+    // If this thread has the ids of the caller now, the steering is told so. Otherwise the owner is set later.
+    let (fd, lane) = steering.create(&NewFile {
         mode,
         caller: has_ids_of(caller).then_some(caller),
         ..*new_file
-    })
+    })?;
+    Ok(OpenNewFile { fd, lane })
 }
 
-/// Creates an object other than a regular file with the system call `create`, which takes the mode, so that the object
-/// belongs to `caller`. Returns a descriptor of the object. After an error no object remains.
+/// The mode bits that mkdir(2) uses: permissions and the sticky bit.
+const MKDIR_MODE_BITS: u32 = 0o1777;
+
+/// Creates an object other than a regular file, so that it belongs to `caller`. Returns a descriptor of the object.
+/// After an error no object remains. `call` is the system call that makes the object; it takes the mode bits.
 pub(super) fn create_object(
     caller: &Caller,
     parent: BorrowedFd<'_>,
     name: &OsStr,
     kind: Kind,
     mode: u32,
-    create: &dyn Fn(u32) -> Result<()>,
+    call: &dyn Fn(u32) -> Result<()>,
 ) -> Result<(OwnedFd, Attr)> {
     let remove_flags = if kind == Kind::Dir {
         AtFlags::REMOVEDIR
     } else {
         AtFlags::empty()
     };
-    let remove_again = || remove_new(parent, name, remove_flags);
+    let remove_object = || remove_new(parent, name, remove_flags);
     let steps = CreationSteps {
         create: &|mode| {
-            create(mode)?;
+            call(mode)?;
             // If the object cannot be opened, the call fails, so the object is removed again.
-            let inode = object_at(parent, name).inspect_err(|_| remove_again())?;
-            let attr = attr(&inode).inspect_err(|_| remove_again())?;
+            let inode = object_at(parent, name).inspect_err(|_| remove_object())?;
+            let attr = attr(&inode).inspect_err(|_| remove_object())?;
             Ok((inode, attr))
         },
         set_owner: &|inode: &OwnedFd, owner| set_owner(inode, owner),
-        remove: &remove_again,
+        remove: &remove_object,
     };
     // mkdir(2) ignores set-id bits, and a symbolic link has no mode: no bits to restore after a change of owner.
     let mode = match kind {
-        Kind::Dir => mode & 0o1777,
+        Kind::Dir => mode & MKDIR_MODE_BITS,
         Kind::Symlink => 0,
         _ => mode,
     };

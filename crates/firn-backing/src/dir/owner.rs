@@ -106,9 +106,11 @@ const SET_ID_BITS: u32 = libc::S_ISUID | libc::S_ISGID;
 /// The bits of a mode without the file type: permissions, set-id bits and sticky bit.
 pub(super) const MODE_BITS: u32 = 0o7777;
 
-/// Creates an object so that it belongs to `caller`, if this process is root: first with the caller's ids, and if that
-/// is denied, as root with a change of the owner. If the owner cannot be set, the object is removed, and the error is
-/// returned.
+/// Creates an object so that it belongs to `caller`. If this process is not root, the object belongs to this process
+/// instead.
+///
+/// As root: creates it with the caller's ids, and if that is denied, as root with a change of the owner. If the owner
+/// cannot be set, removes the object and returns the error.
 pub(super) fn create_for_caller<T>(
     caller: &Caller,
     mode: u32,
@@ -122,49 +124,64 @@ pub(super) fn create_for_caller<T>(
         return (steps.create)(mode);
     }
     if first_try == FirstTry::AsCaller
-        && let Some(result) = create_with_ids_of_caller(caller, mode, steps)
+        && let FirstResult::Created(object, attr) = create_with_ids_of_caller(caller, mode, steps)?
     {
-        return result;
+        return Ok((object, attr));
     }
     // Set-id bits are added only after the change of owner, so that at no time a set-id file of root exists.
     let (object, attr) = (steps.create)(mode & !SET_ID_BITS)?;
-    let result = parent_is_setgid().and_then(|is_setgid| {
+    let owned = parent_is_setgid().and_then(|takes_group_of_parent| {
         // A group that the parent's setgid bit or the mount option `grpid` has chosen is not changed.
-        let has_default_group = !is_setgid && attr.gid == gid;
-        let set_id_bits = mode & SET_ID_BITS;
-        let owner = NewOwner {
-            uid: caller.uid,
-            gid: has_default_group.then_some(caller.gid),
-            mode: (set_id_bits != 0).then_some(attr.mode & MODE_BITS | set_id_bits),
-        };
+        let has_default_group = !takes_group_of_parent && attr.gid == gid;
+        let owner = owner_to_set(caller, mode, &attr, has_default_group);
         (steps.set_owner)(&object, owner)
     });
-    if result.is_err() {
-        (steps.remove)();
-    }
-    Ok((object, result?))
+    let new_attr = owned.inspect_err(|_| (steps.remove)())?;
+    Ok((object, new_attr))
 }
 
-/// Creates an object with the caller's file system ids. Returns `None` if the object must be created as root, because
-/// the caller's ids cannot be set, or are denied access.
+/// Returns what must be changed in an object that root has made without the set-id bits of `mode`, so that it belongs
+/// to `caller`. The group is changed only with `has_default_group`.
+fn owner_to_set(caller: &Caller, mode: u32, attr: &Attr, has_default_group: bool) -> NewOwner {
+    let set_id_bits = mode & SET_ID_BITS;
+    NewOwner {
+        uid: caller.uid,
+        gid: has_default_group.then_some(caller.gid),
+        mode: (set_id_bits != 0).then_some(attr.mode & MODE_BITS | set_id_bits),
+    }
+}
+
+/// Result of the creation of an object with the caller's ids.
+enum FirstResult<T> {
+    /// The object exists and belongs to the caller.
+    Created(T, Attr),
+    /// The caller's ids cannot be set, or are denied access: the object must be created as root.
+    NeedsRoot,
+}
+
+/// Creates an object with the caller's file system ids. If the setgid bit is lost in this, sets it again; if that
+/// fails, removes the object and returns the error.
 fn create_with_ids_of_caller<T>(
     caller: &Caller,
     mode: u32,
     steps: &CreationSteps<'_, T>,
-) -> Option<Result<(T, Attr)>> {
+) -> Result<FirstResult<T>> {
     let created = {
-        let _ids = AsCaller::new(caller.uid, caller.gid)?;
+        let Some(_ids) = AsCaller::new(caller.uid, caller.gid) else {
+            return Ok(FirstResult::NeedsRoot);
+        };
         (steps.create)(mode)
     };
     let (object, attr) = match created {
         Ok(created) => created,
         // The caller may have the right by a supplementary group, which this thread lacks.
-        Err(Errno::ACCESS) => return None,
-        Err(errno) => return Some(Err(errno)),
+        Err(Errno::ACCESS) => return Ok(FirstResult::NeedsRoot),
+        Err(errno) => return Err(errno),
     };
-    let has_lost_setgid = mode & libc::S_ISGID & !attr.mode != 0;
-    if !has_lost_setgid {
-        return Some(Ok((object, attr)));
+    let wants_setgid = mode & libc::S_ISGID != 0;
+    let has_setgid = attr.mode & libc::S_ISGID != 0;
+    if !wants_setgid || has_setgid {
+        return Ok(FirstResult::Created(object, attr));
     }
     // The kernel removes the setgid bit if the thread is not in the file's group. At the mount the kernel has already
     // checked that for the real caller, with its supplementary groups. So the bit is set again.
@@ -173,9 +190,6 @@ fn create_with_ids_of_caller<T>(
         gid: None,
         mode: Some(attr.mode & MODE_BITS | libc::S_ISGID),
     };
-    let result = (steps.set_owner)(&object, owner);
-    if result.is_err() {
-        (steps.remove)();
-    }
-    Some(result.map(|attr| (object, attr)))
+    let new_attr = (steps.set_owner)(&object, owner).inspect_err(|_| (steps.remove)())?;
+    Ok(FirstResult::Created(object, new_attr))
 }

@@ -6,8 +6,8 @@
 //!   open the file, then remove the right, and still write: open(2) checks rights only once. Recovery must write these
 //!   bytes.
 //!
-//! For such a file the owner's mode bits are widened for a moment. A race: another program may open the file in that
-//! moment.
+//! For such a file the owner's mode bits are widened for a moment. Known race: another program of this user may open
+//! the file in that moment.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -18,7 +18,10 @@ use super::owner::{AsCaller, MODE_BITS, own_ids};
 use super::{attr::attr, proc::FdPath};
 use crate::{Access, Attr, Errno, Kind, Result};
 
-/// Serializes the widening of modes: a second thread would read the widened mode and restore that one.
+/// Serializes the widening of modes, so that one thread does not take away the bits that another one needs.
+///
+/// Known race: the mode to restore is read before the lock. If another thread has widened it then, the widened mode is
+/// restored.
 static WIDENING: Mutex<()> = Mutex::new(());
 
 /// Opens the regular file of `inode`. Fails with EISDIR, ELOOP or ENXIO for an object of another kind.
@@ -35,9 +38,9 @@ pub(super) fn open_file(inode: impl AsFd, access: Access) -> Result<OwnedFd> {
     }
     let path = FdPath::from_fd(inode);
     let flags = OFlags::CLOEXEC | OFlags::NOCTTY | access_flags(access);
-    let open = || open(path.as_c_str(), flags, Mode::empty());
-    match open() {
-        Err(Errno::ACCESS) => open_with_more_rights(&path, &present_attr, access, &open),
+    let try_open = || open(path.as_c_str(), flags, Mode::empty());
+    match try_open() {
+        Err(Errno::ACCESS) => open_with_more_rights(&path, &present_attr, access, &try_open),
         result => result,
     }
 }
@@ -51,11 +54,11 @@ pub(super) fn open_dir(inode: impl AsFd) -> Result<OwnedFd> {
 /// Opens a directory for a sync, even if its mode denies reading to its owner.
 pub(super) fn open_dir_to_sync(inode: impl AsFd) -> Result<OwnedFd> {
     let inode = inode.as_fd();
-    let open = || open_dir(inode);
-    match open() {
+    let try_open = || open_dir(inode);
+    match try_open() {
         Err(Errno::ACCESS) => {
             let path = FdPath::from_fd(inode);
-            open_with_more_rights(&path, &attr(inode)?, Access::Read, &open)
+            open_with_more_rights(&path, &attr(inode)?, Access::Read, &try_open)
         }
         result => result,
     }
@@ -70,26 +73,35 @@ fn access_flags(access: Access) -> OFlags {
     }
 }
 
-/// Tries to open a file or directory again after EACCES, with more rights. Fails with EACCES if this process is neither
-/// root nor the owner.
-///
-/// * Root takes the ids of the file's owner: a server that squashes root may deny root an access that it allows the
-///   owner.
-/// * The owner widens the mode bits and restores them after the open.
+/// Tries to open a file or directory again after EACCES, with more rights: root takes the ids of the owner, and the
+/// owner widens the mode. Fails with EACCES if this process is neither root nor the owner.
 fn open_with_more_rights(
     path: &FdPath,
     attr: &Attr,
     access: Access,
-    open: &dyn Fn() -> Result<OwnedFd>,
+    try_open: &dyn Fn() -> Result<OwnedFd>,
 ) -> Result<OwnedFd> {
     let (uid, _) = own_ids();
-    if uid == 0 && attr.uid != 0 {
+    let is_root = uid == 0;
+    if is_root && attr.uid != 0 {
+        // A server that squashes root may deny root an access that it allows the owner.
         let _ids = AsCaller::new(attr.uid, attr.gid).ok_or(Errno::ACCESS)?;
-        return open();
+        return try_open();
     }
     if attr.uid != uid {
         return Err(Errno::ACCESS);
     }
+    open_with_widened_mode(path, attr, access, try_open)
+}
+
+/// Opens a file or directory of this process's user after adding the mode bits that `access` needs. Restores the mode
+/// of `attr` afterwards. If the mode cannot be restored, fails even if the file was opened.
+fn open_with_widened_mode(
+    path: &FdPath,
+    attr: &Attr,
+    access: Access,
+    try_open: &dyn Fn() -> Result<OwnedFd>,
+) -> Result<OwnedFd> {
     let _widening = WIDENING.lock();
     let mode = Mode::from_raw_mode(attr.mode & MODE_BITS);
     let needed_bits = match access {
@@ -98,7 +110,7 @@ fn open_with_more_rights(
         Access::ReadWrite => Mode::RUSR | Mode::WUSR,
     };
     chmod(path.as_c_str(), mode | needed_bits)?;
-    let result = open();
+    let result = try_open();
     chmod(path.as_c_str(), mode)?;
     result
 }

@@ -50,7 +50,8 @@ fn call_with_growing_buffer(call: impl Fn(&mut [u8]) -> Result<usize>) -> Result
                 return Ok(buffer);
             }
             // The call with an empty buffer returns the size. The buffer never shrinks: an empty one would only ask for
-            // the size again, for ever. If a file system returns ERANGE for the largest buffer too, that is the result.
+            // the size again, without end. If a file system returns ERANGE for the largest buffer too, that is the
+            // result.
             Err(Errno::RANGE) if buffer.len() < BYTES_MAX => {
                 let needed_len = call(&mut [])?;
                 let new_len = needed_len.max(2 * buffer.len()).min(BYTES_MAX);
