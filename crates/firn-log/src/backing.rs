@@ -276,14 +276,14 @@ impl<B: Backing> LogBacking<B> {
     }
 
     /// Opens the log layout, in which hosts write to logs of their own, as [`LogBacking::open`] does, in place of an
-    /// earlier process of this host. `nameless` are files that programs still have open though their last name may be
+    /// earlier process of this host. `open_unlinked_files` are files that programs still have open though their last name may be
     /// removed: their containers (directories with their logs) stay.
     pub fn resume(
         below: B,
         setup: Setup,
-        nameless: Vec<OwnedFd>,
+        open_unlinked_files: Vec<OwnedFd>,
     ) -> std::result::Result<Self, OwnError> {
-        let open_files = read_ids_without_name(&below, nameless)?;
+        let open_files = read_ids_without_name(&below, open_unlinked_files)?;
         let containers_dir = make_dir(&below)?;
         let containers_dir_id = ContainersDirId::from_attr(&below.attr(&containers_dir)?);
         // This check comes before any change: logs of an earlier version are refused.
@@ -293,7 +293,7 @@ impl<B: Backing> LogBacking<B> {
             is_alive: &setup.is_alive,
             open_files: &open_files,
         };
-        let marked = orphans::clean_up_last_life(&below, &containers_dir, &clean_up)?;
+        let marked = orphans::clean_up_previous_run(&below, &containers_dir, &clean_up)?;
         // A turn selects the lane (server) for logs. A backing without lanes needs none.
         let turn = match below.lane_of_turn(0) {
             Some(_) => turn::acquire_turn(&below, &containers_dir, &setup.host, &setup.is_alive),
@@ -551,7 +551,7 @@ impl<B: Backing> LogBacking<B> {
         };
         self.refresh_listing()?;
         // Another host may have made a container (a directory with the file's logs) since the listing. For a chosen
-        // file, `see_closed_changes` below finds it.
+        // file, `refresh_at_open` below finds it.
         if !inode.is_chosen && !self.files.lock().by_id.contains_key(&id) {
             self.refresh_listing_older_than(Duration::ZERO)?;
         }
@@ -567,7 +567,7 @@ impl<B: Backing> LogBacking<B> {
             settle_queue: Arc::clone(&self.settle_queue),
         };
         descriptor.file.inode.get_or_init(|| inode.below.clone());
-        self.see_closed_changes(&descriptor)?;
+        self.refresh_at_open(&descriptor)?;
         // With this option, the logs of a file that is only read are copied to the plain file too.
         let flattens_at_open = access == Access::Read && self.setup.flattens_read;
         if flattens_at_open && descriptor.file.is_logged() {
@@ -604,7 +604,7 @@ impl<B: Backing> LogBacking<B> {
 
     /// Reads what other hosts wrote before they closed the file (close-to-open consistency). Orders this host's next
     /// writes after those writes.
-    fn see_closed_changes(&self, descriptor: &LoggedDescriptor<B>) -> Result<()> {
+    fn refresh_at_open(&self, descriptor: &LoggedDescriptor<B>) -> Result<()> {
         let context = self.context();
         let file = &descriptor.file;
         file.retry_while_lagging(&context, &mut || file.refresh(&context))?;

@@ -28,7 +28,7 @@ struct StoredLayer {
     /// Number of bytes between two pieces.
     gap: u64,
     /// Number of pieces after the first.
-    more: u64,
+    repeat_count: u64,
     epoch: i64,
     frame: i64,
     /// Number of the log plus 1, or 0 for zeros, which lie in no log.
@@ -38,7 +38,7 @@ struct StoredLayer {
 
 /// The numbers of the layer before, from which distances are measured. All are 0 before the first layer.
 #[derive(Clone, Copy, Default)]
-pub struct LastLayer {
+pub struct PreviousLayer {
     offset: u64,
     len: u64,
     epoch: u64,
@@ -46,7 +46,7 @@ pub struct LastLayer {
     position: u64,
 }
 
-impl LastLayer {
+impl PreviousLayer {
     fn from_layer(layer: &Layer) -> Self {
         Self {
             offset: layer.run.offset(),
@@ -64,7 +64,7 @@ fn distance_between(from: u64, to: u64) -> i64 {
 }
 
 /// Returns the number at a distance from another one.
-fn advance(from: u64, distance: i64) -> u64 {
+fn number_at_distance(from: u64, distance: i64) -> u64 {
     from.wrapping_add(distance.cast_unsigned())
 }
 
@@ -102,7 +102,7 @@ impl<Last: Default> BlockEncoder<Last> {
 }
 
 /// Encodes a block of layers. Layers must be added in the order of their offsets.
-pub type LayerEncoder = BlockEncoder<LastLayer>;
+pub type LayerEncoder = BlockEncoder<PreviousLayer>;
 
 impl LayerEncoder {
     /// Adds a layer (pieces of one change at equal distances). Its offset must not be lower than that of the last one.
@@ -110,12 +110,12 @@ impl LayerEncoder {
     pub fn push(&mut self, layer: &Layer) {
         debug_assert!(layer.run.offset() >= self.last.offset);
         let last = self.last;
-        let current = LastLayer::from_layer(layer);
+        let current = PreviousLayer::from_layer(layer);
         let stored = StoredLayer {
             offset: current.offset - last.offset,
             len: distance_between(last.len, current.len),
             gap: layer.run.gap(),
-            more: layer.run.count() - 1,
+            repeat_count: layer.run.count() - 1,
             epoch: distance_between(last.epoch, current.epoch),
             frame: distance_between(last.frame, current.frame),
             log: encode_log(layer.location),
@@ -132,7 +132,7 @@ pub struct LayerDecoder<T> {
     /// Position of the next entry in the block.
     position: usize,
     writer: WriterId,
-    last: LastLayer,
+    last: PreviousLayer,
 }
 
 /// Error for bytes that no encoder made.
@@ -146,7 +146,7 @@ impl<T: AsRef<[u8]>> LayerDecoder<T> {
             bytes,
             position: 0,
             writer,
-            last: LastLayer::default(),
+            last: PreviousLayer::default(),
         }
     }
 
@@ -158,9 +158,9 @@ impl<T: AsRef<[u8]>> LayerDecoder<T> {
         self.position += undecoded.len() - remaining.len();
         let last = self.last;
         let offset = last.offset.checked_add(stored.offset)?;
-        let len = advance(last.len, stored.len);
-        let run = Run::from_stored(offset, len, stored.gap, stored.more)?;
-        let position = advance(last.position, stored.position);
+        let len = number_at_distance(last.len, stored.len);
+        let run = Run::from_stored(offset, len, stored.gap, stored.repeat_count)?;
+        let position = number_at_distance(last.position, stored.position);
         // See `encode_log` for the number of the log.
         let location = match stored.log.checked_sub(1) {
             None => None,
@@ -173,14 +173,14 @@ impl<T: AsRef<[u8]>> LayerDecoder<T> {
         };
         let layer = Layer {
             key: ChangeKey {
-                epoch: advance(last.epoch, stored.epoch),
+                epoch: number_at_distance(last.epoch, stored.epoch),
                 writer: self.writer,
-                frame: advance(last.frame, stored.frame),
+                frame: number_at_distance(last.frame, stored.frame),
             },
             run,
             location,
         };
-        self.last = LastLayer::from_layer(&layer);
+        self.last = PreviousLayer::from_layer(&layer);
         Some(layer)
     }
 }

@@ -314,7 +314,7 @@ impl<B: Backing> Container<B> {
     /// these records ([`crate::times`]).
     pub(crate) fn add_time(&self, backing: &B, time: Time) -> Result<()> {
         let last_number = self.last_time_number();
-        let last_record = times::add(backing, &self.dir, last_number, time)?;
+        let last_record = times::append_time(backing, &self.dir, last_number, time)?;
         self.store_last_time(last_record);
         Ok(())
     }

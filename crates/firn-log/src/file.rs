@@ -927,7 +927,7 @@ impl<B: Backing> LoggedFile<B> {
         } else if self.is_dying.load(Ordering::Acquire) {
             own::replace_file(context.backing, &dir, DYING, context.host.as_bytes())?;
         }
-        let published = self.publish_head(context, number, plain_len);
+        let published = self.publish_head_or_remove(context, number, plain_len);
         if published.is_err() && self.find_container(context, number)?.is_none() {
             // Another host had made the container, and has flattened and removed it since.
             return Ok(());
@@ -951,7 +951,7 @@ impl<B: Backing> LoggedFile<B> {
     }
 
     /// Removes a container that must not get a head (the link that makes it valid), unless it has one by now.
-    fn remove_headless(
+    fn remove_container_without_head(
         &self,
         context: &LayoutContext<'_, B>,
         dir: B::Inode,
@@ -988,7 +988,7 @@ impl<B: Backing> LoggedFile<B> {
     ///   container would lie below a newer generation. No host has read or written it.
     /// * The container has an index but no head: the head was lost at a power failure. Nothing in the container was
     ///   durable.
-    fn publish_head(
+    fn publish_head_or_remove(
         &self,
         context: &LayoutContext<'_, B>,
         number: u32,
@@ -1006,10 +1006,10 @@ impl<B: Backing> LoggedFile<B> {
         if !has_no_head()? {
             return Ok(());
         }
-        let is_below_another =
+        let is_below_newer_generation =
             number == 0 && containers.iter().any(|container| container.number > 0);
-        if is_below_another || head::has_index(context.backing, &dir)? {
-            return self.remove_headless(context, dir.clone(), number, &has_no_head);
+        if is_below_newer_generation || head::has_index(context.backing, &dir)? {
+            return self.remove_container_without_head(context, dir.clone(), number, &has_no_head);
         }
         // Only generation 0 lies over the plain file.
         let plain_bytes = if number == 0 { plain_len()? } else { 0 };
@@ -1195,7 +1195,7 @@ impl<B: Backing> LoggedFile<B> {
     ) -> Result<()> {
         for container in self.list(context)? {
             let Some(generation) = self.open_generation(context, container.number)? else {
-                self.publish_head(context, container.number, plain_len)?;
+                self.publish_head_or_remove(context, container.number, plain_len)?;
                 continue;
             };
             if let Some(lifecycle) = generation.lifecycle(context)?

@@ -46,8 +46,8 @@ impl LagRetry {
                 outcome => return outcome,
             };
             let waited = first_error_at.get_or_insert_with(Instant::now).elapsed();
-            if waited >= lag_max || self.is_paused() {
-                self.stop_retrying(error, waited);
+            if waited >= lag_max || self.are_retries_suspended() {
+                self.suspend_retries(error, waited);
                 return Err(error);
             }
             std::thread::sleep(waits.next_wait().min(lag_max));
@@ -66,13 +66,13 @@ impl LagRetry {
     }
 
     /// Returns whether a retry was in vain within the last [`RETRY_PAUSE`].
-    fn is_paused(&self) -> bool {
+    fn are_retries_suspended(&self) -> bool {
         let last_failure = *self.last_failure.lock();
         last_failure.is_some_and(|failed_at| failed_at.elapsed() < RETRY_PAUSE)
     }
 
     /// Starts the pause, and logs the stored fault.
-    fn stop_retrying(&self, error: Errno, waited: Duration) {
+    fn suspend_retries(&self, error: Errno, waited: Duration) {
         *self.last_failure.lock() = Some(Instant::now());
         let stored_fault = self.take_fault();
         let fault = stored_fault

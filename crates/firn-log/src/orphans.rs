@@ -134,7 +134,7 @@ pub(crate) struct CleanUpContext<'a> {
 ///   remain.
 ///
 /// Returns the containers (directories with logs) of files that this host was removing and that still exist.
-pub(crate) fn clean_up_last_life<B: Backing>(
+pub(crate) fn clean_up_previous_run<B: Backing>(
     backing: &B,
     containers_dir: &B::Inode,
     clean_up: &CleanUpContext<'_>,
@@ -156,7 +156,7 @@ pub(crate) fn clean_up_last_life<B: Backing>(
             continue;
         };
         let mut is_removed = false;
-        if mark.is_dead && clean_up.has_host_ended(&mark.host)? {
+        if mark.is_name_removed && clean_up.has_host_ended(&mark.host)? {
             let removal = remove_unused(backing, containers_dir, &container, clean_up.is_alive);
             is_removed = ignore_missing_lane(removal)?.unwrap_or(false);
         }
@@ -187,16 +187,16 @@ struct Mark {
     /// The host that put the mark.
     host: String,
     /// Whether the mark is `dead`: the name is removed. Otherwise it is `dying`.
-    is_dead: bool,
+    is_name_removed: bool,
 }
 
 impl Mark {
     /// Reads the mark of a container. `dead` takes precedence over `dying`.
     fn read<B: Backing>(container: &VoteDir<'_, B>) -> Result<Option<Self>> {
-        for (mark, is_dead) in [(DEAD, true), (DYING, false)] {
+        for (mark, is_name_removed) in [(DEAD, true), (DYING, false)] {
             if let Some(host) = container.read(mark)? {
                 let host = String::from_utf8_lossy(&host).into_owned();
-                return Ok(Some(Self { host, is_dead }));
+                return Ok(Some(Self { host, is_name_removed }));
             }
         }
         Ok(None)
@@ -289,7 +289,7 @@ impl<B: Backing> OrphanSearch<'_, B> {
     pub(crate) fn run(&self, scope: SearchScope) -> Result<Orphans> {
         ignore_missing_lane(remove_half_removed(self.backing, self.containers_dir))?;
         let mut orphans = Orphans::default();
-        let undecided = self.handle_by_mark(scope, &mut orphans)?;
+        let undecided = self.sort_out_by_mark(scope, &mut orphans)?;
         let SearchResult {
             found,
             missing,
@@ -298,10 +298,10 @@ impl<B: Backing> OrphanSearch<'_, B> {
         // A later search decides on these.
         orphans.waiting.extend(unknown);
         for name in found {
-            self.unmark_if_over(&name)?;
+            self.clear_stale_mark(&name)?;
         }
         for name in missing {
-            self.handle_without_file(name, &mut orphans)?;
+            self.remove_or_report(name, &mut orphans)?;
         }
         Ok(orphans)
     }
@@ -309,17 +309,17 @@ impl<B: Backing> OrphanSearch<'_, B> {
     /// Removes the containers (directories with logs) of files that have lost their last name. The host that removes a
     /// file says so by a *mark*, a file in each container. Returns the containers that have to be kept or removed
     /// depending on whether their file exists.
-    fn handle_by_mark(
+    fn sort_out_by_mark(
         &self,
         scope: SearchScope,
         orphans: &mut Orphans,
     ) -> Result<Vec<NamedContainer>> {
-        let examines_unmarked = scope == SearchScope::All;
+        let includes_unmarked = scope == SearchScope::All;
         let mut undecided = Vec::new();
         for named in list_containers(self.backing, self.containers_dir)? {
             let container = match self.find(&named.name)? {
                 ContainerLookup::Trusted(container) => container,
-                ContainerLookup::Distrusted if examines_unmarked => {
+                ContainerLookup::Distrusted if includes_unmarked => {
                     undecided.push(named);
                     continue;
                 }
@@ -328,9 +328,9 @@ impl<B: Backing> OrphanSearch<'_, B> {
             match Mark::read(&container)? {
                 // The host of the mark is at work.
                 Some(mark) if !self.has_host_ended(&mark, &named.name)? => {}
-                Some(mark) if mark.is_dead => self.remove(&container, named.name, orphans)?,
+                Some(mark) if mark.is_name_removed => self.remove(&container, named.name, orphans)?,
                 Some(_) => undecided.push(named),
-                None if examines_unmarked => undecided.push(named),
+                None if includes_unmarked => undecided.push(named),
                 None => {}
             }
         }
@@ -338,7 +338,7 @@ impl<B: Backing> OrphanSearch<'_, B> {
     }
 
     /// Removes the mark `dying` of a container whose file exists, unless the host of the mark is at work.
-    fn unmark_if_over(&self, name: &str) -> Result<()> {
+    fn clear_stale_mark(&self, name: &str) -> Result<()> {
         if let ContainerLookup::Trusted(container) = self.find(name)?
             && let Some(mark) = Mark::read(&container)?
             && self.has_host_ended(&mark, name)?
@@ -351,7 +351,7 @@ impl<B: Backing> OrphanSearch<'_, B> {
 
     /// Removes a container, a directory with logs, after its file was found missing. If it may have writes and no host
     /// marked it for removal, it is kept and only added to the lost ones.
-    fn handle_without_file(&self, name: String, orphans: &mut Orphans) -> Result<()> {
+    fn remove_or_report(&self, name: String, orphans: &mut Orphans) -> Result<()> {
         let container = match self.find(&name)? {
             ContainerLookup::Trusted(container) => container,
             ContainerLookup::Distrusted => {
@@ -489,7 +489,7 @@ pub(crate) fn search_files<B: Backing>(
             break;
         }
         let ids = sought.iter().map(|container| container.file).collect();
-        let walk = DirectoryWalk::through(backing, &ids)?;
+        let walk = DirectoryWalk::walk_backing(backing, &ids)?;
         let is_found = |container: &mut NamedContainer| walk.found.contains(&container.file);
         let found_now = sought.extract_if(.., is_found);
         found.extend(found_now.map(|container| container.name));
@@ -567,7 +567,7 @@ fn remove_half_removed<B: Backing>(backing: &B, containers_dir: &B::Inode) -> Re
 
 /// Returns whether a directory in `.firn` holds files of programs: those of transactions and of stub trees. The other
 /// directories there may hold files whose last name was removed.
-pub(crate) fn has_files_of_programs(name: &[u8]) -> bool {
+pub(crate) fn holds_program_files(name: &[u8]) -> bool {
     let of_transactions = [&b"tx-"[..], b"undo-", b"host-"];
     name == STUBS.as_bytes()
         || of_transactions
@@ -588,9 +588,9 @@ struct DirectoryWalk {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum WalkRegion {
     Top,
-    Firn,
+    FirnDir,
     /// Below `.firn`.
-    Own,
+    InFirnDir,
     /// The directories of programs.
     Files,
 }
@@ -599,9 +599,9 @@ impl WalkRegion {
     /// Returns the region of the directory `name` in a directory of this region.
     fn child_region(self, name: &[u8]) -> Self {
         match self {
-            Self::Top if name == TOP.as_bytes() => Self::Firn,
+            Self::Top if name == TOP.as_bytes() => Self::FirnDir,
             Self::Top | Self::Files => Self::Files,
-            Self::Firn | Self::Own => Self::Own,
+            Self::FirnDir | Self::InFirnDir => Self::InFirnDir,
         }
     }
 }
@@ -609,7 +609,7 @@ impl WalkRegion {
 impl DirectoryWalk {
     /// Walks through the backing and finds those of the sought files that have a name. Also records the directories, so
     /// that two walks can be compared.
-    fn through<B: Backing>(backing: &B, sought: &HashSet<FileId>) -> Result<Self> {
+    fn walk_backing<B: Backing>(backing: &B, sought: &HashSet<FileId>) -> Result<Self> {
         let mut walk = Self {
             found: HashSet::new(),
             dirs: HashMap::new(),
@@ -619,7 +619,7 @@ impl DirectoryWalk {
         let mut dirs = vec![(root, WalkRegion::Top)];
         while let Some((dir, region)) = dirs.pop() {
             for (name, ino, kind) in own::list(backing, &dir)? {
-                if region == WalkRegion::Firn && !has_files_of_programs(&name) {
+                if region == WalkRegion::FirnDir && !holds_program_files(&name) {
                     continue;
                 }
                 // Only directories and files that may be sought ones are looked up.

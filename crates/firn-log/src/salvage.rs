@@ -189,7 +189,7 @@ impl<B: Backing> Lifecycle<'_, B> {
         let indexes = self
             .container
             .salvage_indexes(self.backing, old_seal.as_ref())?;
-        let mut seal = seal_of_readable(old_seal.as_ref(), &indexes, unit_bytes);
+        let mut seal = build_seal(old_seal.as_ref(), &indexes, unit_bytes);
         // From here on this host reads the container by the new seal.
         self.container.apply_seal(self.backing, seal.clone())?;
         if old_seal.is_none() {
@@ -233,7 +233,7 @@ impl<B: Backing> Lifecycle<'_, B> {
         for (writer, index) in indexes {
             self.report_lost_frames(writer, &index.lost, reporter)?;
         }
-        self.visit_lost_bytes(seal, is_flat, &mut |unreadable| {
+        self.record_lost_bytes(seal, is_flat, &mut |unreadable| {
             reporter.add(LostPart::Bytes {
                 range: unreadable.file,
                 host: unreadable.host,
@@ -249,7 +249,7 @@ impl<B: Backing> Lifecycle<'_, B> {
     fn add_lost_blocks(&self, seal: &mut Seal, is_flat: &dyn Fn(u64) -> bool) -> Result<()> {
         loop {
             let rejected_tables = self.container.rejected_table_count();
-            let outcome = self.visit_lost_bytes(seal, is_flat, &mut |_| Ok(()));
+            let outcome = self.record_lost_bytes(seal, is_flat, &mut |_| Ok(()));
             if self.container.rejected_table_count() == rejected_tables {
                 return outcome;
             }
@@ -276,7 +276,7 @@ impl<B: Backing> Lifecycle<'_, B> {
 
     /// Visits the damaged bytes of the file, and adds the blocks of logs with these bytes to the seal. So all hosts
     /// give up the same ones. Leaves out parts that are flat, that is, in the plain file already.
-    fn visit_lost_bytes(
+    fn record_lost_bytes(
         &self,
         seal: &mut Seal,
         is_flat: &dyn Fn(u64) -> bool,
@@ -341,7 +341,7 @@ impl<B: Backing> Container<B> {
 
 /// Returns the old seal (how many bytes of each index count), or a seal of all that can be read if there is none. Adds
 /// the parts of indexes that contain no frames to what is lost.
-fn seal_of_readable(
+fn build_seal(
     old_seal: Option<&Seal>,
     indexes: &BTreeMap<Writer, ReadableIndex>,
     unit_bytes: u64,

@@ -27,7 +27,7 @@ use crate::table::{StoredLengthChanges, Table, TableWriter};
 const MERGED_TABLES: usize = 16;
 /// When a host ends writing, its last tables are merged. A table stays as it is if it is more than this many times as
 /// long as all tables after it.
-const STAYS_LENGTH_RATIO: u64 = 4;
+const KEEP_LENGTH_RATIO: u64 = 4;
 
 /// Sorts one index: the container's directory, and the writer of the index.
 pub(crate) struct Sorter<'a, B: Backing> {
@@ -102,7 +102,7 @@ impl<B: Backing> Sorter<'_, B> {
         let mut first_merged = tables.len();
         for (index, table) in tables.iter().enumerate().rev() {
             let table_bytes = table.part().end - table.part().start;
-            let is_much_longer = table_bytes / STAYS_LENGTH_RATIO > merged_bytes;
+            let is_much_longer = table_bytes / KEEP_LENGTH_RATIO > merged_bytes;
             if merged_bytes > 0 && is_much_longer {
                 break;
             }

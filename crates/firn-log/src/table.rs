@@ -332,11 +332,11 @@ pub(crate) struct Table<B: Backing> {
     /// Whether a block was found damaged, so that the table must not be used.
     is_damaged: AtomicBool,
     /// The end of the table's bytes in the file that was computed last.
-    end: Mutex<Option<KnownEnd>>,
+    computed_end: Mutex<Option<ComputedEnd>>,
 }
 
 /// The end of the bytes in the file that cuts do not hide, for one set of limits.
-struct KnownEnd {
+struct ComputedEnd {
     /// The limits that apply to the table's frames.
     limits: Vec<Limit>,
     end: u64,
@@ -403,7 +403,7 @@ impl<B: Backing> Table<B> {
             file,
             directory,
             is_damaged: AtomicBool::new(false),
-            end: Mutex::default(),
+            computed_end: Mutex::default(),
         }))
     }
 
@@ -483,8 +483,8 @@ impl<B: Backing> Table<B> {
 
     /// Returns where the last visible byte of this table ends in the file. The length of the file follows from these
     /// ends. `limits` say which bytes later cuts of the file hide. Returns `None` if blocks must be read to find the
-    /// end; then [`Table::compute_end`] does that.
-    pub(crate) fn end(&self, limits: Option<&LimitList>) -> Option<u64> {
+    /// end; then [`Table::compute_visible_end`] does that.
+    pub(crate) fn visible_end(&self, limits: Option<&LimitList>) -> Option<u64> {
         let Directory {
             first, last, end, ..
         } = self.directory;
@@ -496,20 +496,20 @@ impl<B: Backing> Table<B> {
         if limits.len_limit_at(first) == last_limit {
             return Some(end.min(last_limit));
         }
-        let known_end = self.end.lock();
-        let known_end = known_end.as_ref()?;
-        let is_for_same_limits = known_end.limits == limits.between(first, last);
-        is_for_same_limits.then_some(known_end.end)
+        let computed_end = self.computed_end.lock();
+        let computed_end = computed_end.as_ref()?;
+        let is_for_same_limits = computed_end.limits == limits.between(first, last);
+        is_for_same_limits.then_some(computed_end.end)
     }
 
     /// Reads blocks of the table to find where its last visible byte ends in the file, and stores the result for
-    /// [`Table::end`]. `limits` say which bytes later cuts of the file hide. Without limits, or if the end is known
+    /// [`Table::visible_end`]. `limits` say which bytes later cuts of the file hide. Without limits, or if the end is known
     /// already, nothing is read.
-    pub(crate) fn compute_end(&self, backing: &B, limits: Option<&LimitList>) -> TableResult<()> {
+    pub(crate) fn compute_visible_end(&self, backing: &B, limits: Option<&LimitList>) -> TableResult<()> {
         let Some(limits) = limits else {
             return Ok(());
         };
-        if self.end(Some(limits)).is_some() {
+        if self.visible_end(Some(limits)).is_some() {
             return Ok(());
         }
         let mut end = 0;
@@ -529,7 +529,7 @@ impl<B: Backing> Table<B> {
             }
         }
         let Directory { first, last, .. } = self.directory;
-        *self.end.lock() = Some(KnownEnd {
+        *self.computed_end.lock() = Some(ComputedEnd {
             limits: limits.between(first, last).to_vec(),
             end,
         });

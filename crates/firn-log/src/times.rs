@@ -132,7 +132,7 @@ pub(crate) struct LastRecord {
 /// A record is a numbered link in `dir`, the directory with the file's logs. `known_number` is the number of a record
 /// that exists, if the caller knows one; the search for a free number begins there. If the last record is `end`, the
 /// copy is finished, and no record is made.
-pub(crate) fn add<B: Backing>(
+pub(crate) fn append_time<B: Backing>(
     backing: &B,
     dir: &B::Inode,
     known_number: Option<u64>,

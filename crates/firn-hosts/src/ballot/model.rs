@@ -46,12 +46,19 @@ fn reordered(hosts: Hosts, order: [u8; HOSTS]) -> Hosts {
     (0..HOSTS).map(of_host).sum()
 }
 
+/// A state to which one step of a model leads.
+struct NextState<S> {
+    state: S,
+    /// Whether the step is the crash of a host.
+    is_crash: bool,
+}
+
 /// A state of a model.
 trait Model: Copy + Debug + Ord + Hash {
     /// Returns the state at the start: no directory exists.
     fn new() -> Self;
-    /// Returns the states to which one step leads, and for each whether the step is the crash of a host.
-    fn steps(&self) -> Vec<(Self, bool)>;
+    /// Returns the states to which one step leads.
+    fn steps(&self) -> Vec<NextState<Self>>;
     /// Panics if an invariant does not hold in this state.
     fn check(&self);
     /// Returns whether this state is an end: every host is finished, and no directory is left that must be removed.
@@ -275,9 +282,9 @@ fn explore<S: Model>() -> (Vec<S>, Vec<Vec<u32>>) {
     let mut explored_count = 0;
     while explored_count < states.len() {
         let mut successors_of_state = Vec::new();
-        for (next_state, is_crash) in states[explored_count].steps() {
+        for NextState { state, is_crash } in states[explored_count].steps() {
             let index = *indexes
-                .entry(canonical(&next_state))
+                .entry(canonical(&state))
                 .or_insert_with_key(|new_state| {
                     new_state.check();
                     states.push(*new_state);

@@ -426,7 +426,7 @@ impl<B: Backing> Files for LogBacking<B> {
                 .file
                 .retry_while_lagging(&context, &mut || descriptor.file.sync(&context))?;
             if !descriptor.file.is_logged() {
-                self.see_closed_changes(descriptor)?;
+                self.refresh_at_open(descriptor)?;
             }
         }
         self.below.sync(&file.below, data_only)
@@ -526,9 +526,9 @@ impl<B: Backing> Sharing for LogBacking<B> {
             return self.below.report_use(&file.below, what);
         };
         match what {
-            FileUse::OpenedToRead => self.see_closed_changes(descriptor),
+            FileUse::OpenedToRead => self.refresh_at_open(descriptor),
             FileUse::OpenedToWrite => {
-                self.see_closed_changes(descriptor)?;
+                self.refresh_at_open(descriptor)?;
                 if let Err(error) = self.begin_writing(file, descriptor) {
                     // A write reports the error itself; an open that never writes needs no log.
                     tracing::debug!(%error, "cannot begin a log yet");

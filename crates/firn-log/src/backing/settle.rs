@@ -29,7 +29,7 @@ use super::{LogBacking, LogInode, LoggedDescriptor, WhenClosed};
 use crate::file::{FlattenOutcome, LoggedFile, LossTarget};
 use crate::file_dir;
 use crate::file_id::FileId;
-use crate::orphans::{OrphanSearch, Orphans, SearchScope, has_files_of_programs};
+use crate::orphans::{OrphanSearch, Orphans, SearchScope, holds_program_files};
 use crate::salvage::{Report, may_be_damage};
 
 /// Waits between two attempts of a close to settle a file, while other hosts flatten their parts of it.
@@ -385,9 +385,9 @@ impl<B: Backing> LogBacking<B> {
         search_root: &LogInode<B>,
         visit: &mut dyn FnMut(WalkedFile<'_, B>),
     ) -> Result<usize> {
-        let mut unseen = self.list_files()?;
+        let mut not_found_yet = self.list_files()?;
         if let Some(id) = search_root.id {
-            if unseen.contains(&id) {
+            if not_found_yet.contains(&id) {
                 visit(WalkedFile {
                     id,
                     inode: &search_root.below,
@@ -403,33 +403,33 @@ impl<B: Backing> LogBacking<B> {
             path: PathBuf::new(),
         }];
         while let Some(dir) = dirs.pop() {
-            if unseen.is_empty() {
+            if not_found_yet.is_empty() {
                 break;
             }
             let is_firn_dir = is_top_of_backing && dir.path.as_os_str() == TOP;
-            self.visit_logged_in(&dir, is_firn_dir, &mut unseen, &mut dirs, visit)?;
+            self.visit_logged_in(&dir, is_firn_dir, &mut not_found_yet, &mut dirs, visit)?;
         }
-        Ok(if is_top_of_backing { unseen.len() } else { 0 })
+        Ok(if is_top_of_backing { not_found_yet.len() } else { 0 })
     }
 
     /// Visits the files of one directory that have containers (directories with their logs), and removes them from
-    /// `unseen`. Adds the directories in it to `dirs`.
+    /// `not_found_yet`. Adds the directories in it to `dirs`.
     fn visit_logged_in(
         &self,
         dir: &DirToWalk<B>,
         is_firn_dir: bool,
-        unseen: &mut BTreeSet<FileId>,
+        not_found_yet: &mut BTreeSet<FileId>,
         dirs: &mut Vec<DirToWalk<B>>,
         visit: &mut dyn FnMut(WalkedFile<'_, B>),
     ) -> Result<()> {
         for (name, ino, kind) in own::list(&self.below, &dir.inode)? {
             // `.firn` is skipped, except where a transaction keeps new files of programs.
-            if is_firn_dir && !has_files_of_programs(&name) {
+            if is_firn_dir && !holds_program_files(&name) {
                 continue;
             }
             // Only directories and files with containers are looked up.
             let may_be_dir = kind.is_none_or(|kind| kind == Kind::Dir);
-            if !may_be_dir && !contains_ino(unseen, ino) {
+            if !may_be_dir && !contains_ino(not_found_yet, ino) {
                 continue;
             }
             let name = OsStr::from_bytes(&name);
@@ -440,7 +440,7 @@ impl<B: Backing> LogBacking<B> {
             };
             let path = dir.path.join(name);
             if let Some(id) = FileId::read(&self.below, &inode, &attr)?
-                && unseen.remove(&id)
+                && not_found_yet.remove(&id)
             {
                 visit(WalkedFile {
                     id,

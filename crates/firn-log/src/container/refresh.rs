@@ -155,7 +155,7 @@ impl<B: Backing> Container<B> {
             .filter_map(|name| Writer::parse_table_name(name))
             .collect();
         for writer in self.writers_to_read(&names).values() {
-            self.use_tables(backing, writer, &tables)?;
+            self.select_tables(backing, writer, &tables)?;
             self.read_new_frames(backing, writer)?;
         }
         self.update_len(backing)
@@ -196,7 +196,7 @@ impl<B: Backing> Container<B> {
     /// Makes reads use the best tables for the index of `writer`: sorted files, each with a part of the index. `listed`
     /// are those that the directory has. They replace the tables in use if they cover more of the index, or as much
     /// with fewer tables. Damaged ones are left out.
-    pub(super) fn use_tables(
+    pub(super) fn select_tables(
         &self,
         backing: &B,
         writer: &Writer,
@@ -218,8 +218,8 @@ impl<B: Backing> Container<B> {
         };
         let new_tables = loop {
             let tables =
-                self.find_adjacent_tables(backing, writer, &parts, limit, &tables_in_use)?;
-            match self.find_ends(backing, writer.id(), &tables) {
+                self.choose_adjacent_tables(backing, writer, &parts, limit, &tables_in_use)?;
+            match self.compute_ends_of_new(backing, writer.id(), &tables) {
                 Ok(()) => break tables,
                 // The damaged table is not in use yet: it is rejected, and the others are tried.
                 Err(TableError::Damaged) if self.reject_damaged(&tables) => {}
@@ -237,7 +237,7 @@ impl<B: Backing> Container<B> {
         let mut view = self.view.lock();
         let index = view.find_or_add_index(writer, false);
         let has_unread_frames = end_of(&new_tables) > index.offset;
-        let replaced_tables = view.set_tables(writer.id(), new_tables);
+        let replaced_tables = view.install_tables(writer.id(), new_tables);
         if has_unread_frames {
             self.record_change_by_others();
         }
@@ -249,7 +249,7 @@ impl<B: Backing> Container<B> {
     /// Makes each of `tables` (sorted parts of an index) find and store where its last visible byte ends in the file.
     /// The length of the file is then known without a further read. The tables are not in use yet, so the cuts and
     /// growths that they contain are applied here to a copy of the known ones.
-    fn find_ends(
+    fn compute_ends_of_new(
         &self,
         backing: &B,
         writer: WriterId,
@@ -282,7 +282,7 @@ impl<B: Backing> Container<B> {
 
     /// Returns adjacent tables (sorted parts) that cover an index from its beginning, up to `limit`. Prefers the
     /// longest ones, so they are few.
-    fn find_adjacent_tables(
+    fn choose_adjacent_tables(
         &self,
         backing: &B,
         writer: &Writer,
@@ -623,7 +623,7 @@ fn compute_ends<B: Backing>(
     length_changes: &LengthChanges,
 ) -> TableResult<()> {
     for table in tables {
-        table.compute_end(backing, length_changes.limits_of(table.writer))?;
+        table.compute_visible_end(backing, length_changes.limits_of(table.writer))?;
     }
     Ok(())
 }

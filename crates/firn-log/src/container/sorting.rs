@@ -113,7 +113,7 @@ impl<B: Backing> Container<B> {
             .iter()
             .filter_map(|(name, ..)| Writer::parse_table_name(name))
             .collect();
-        Ok(self.use_tables(backing, writer, &tables)?)
+        Ok(self.select_tables(backing, writer, &tables)?)
     }
 
     /// Sorts and merges this host's own index after the host has ended writing.

@@ -497,11 +497,21 @@ impl Model for State {
         Self::empty()
     }
 
-    fn steps(&self) -> Vec<(Self, bool)> {
+    fn steps(&self) -> Vec<NextState<Self>> {
         let mut steps = Vec::new();
         for index in 0..HOSTS {
-            self.step_host(index, &mut |next_state| steps.push((next_state, false)));
-            self.crash(index, &mut |next_state| steps.push((next_state, true)));
+            self.step_host(index, &mut |next_state| {
+                steps.push(NextState {
+                    state: next_state,
+                    is_crash: false,
+                })
+            });
+            self.crash(index, &mut |next_state| {
+                steps.push(NextState {
+                    state: next_state,
+                    is_crash: true,
+                })
+            });
         }
         steps
     }

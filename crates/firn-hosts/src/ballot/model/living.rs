@@ -470,11 +470,21 @@ impl Model for State {
         Self::empty()
     }
 
-    fn steps(&self) -> Vec<(Self, bool)> {
+    fn steps(&self) -> Vec<NextState<Self>> {
         let mut steps = Vec::new();
         for host in 0..HOSTS {
-            self.step_host(host, &mut |next_state| steps.push((next_state, false)));
-            self.crash(host, &mut |next_state| steps.push((next_state, true)));
+            self.step_host(host, &mut |next_state| {
+                steps.push(NextState {
+                    state: next_state,
+                    is_crash: false,
+                })
+            });
+            self.crash(host, &mut |next_state| {
+                steps.push(NextState {
+                    state: next_state,
+                    is_crash: true,
+                })
+            });
         }
         steps
     }
