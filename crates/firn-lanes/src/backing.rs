@@ -23,8 +23,8 @@ use crate::create::{FinalName, NewFile};
 /// Calls the data backing of an object: the primary, or a lane for the data of a placed file. A macro, because the two
 /// kinds of inodes and files in `$call` have different types.
 ///
-/// For example, `data_backing!(self, file file, |backing| backing.attr_of_file(file))` calls `attr_of_file` of the
-/// lane or the primary, with the file that was opened there.
+/// For example, `forward!(data_backing: seek)` defines `seek` by such a call: of the lane or of the primary, with the
+/// file that was opened there.
 macro_rules! data_backing {
     ($self:ident, |$backing:ident| $call:expr) => {{
         let $backing = &$self.primary;

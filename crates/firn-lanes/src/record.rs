@@ -34,6 +34,7 @@ const DIR: &str = "lanes";
 /// Name of the directory with one staging directory for each host. A staging directory holds links of files that are
 /// being created or removed.
 const STAGING: &str = "placing";
+/// Name of the file with the id of the primary.
 const PRIMARY_ID_FILE: &str = "primary";
 const LANE: &str = "lane-";
 /// Prefix of the marker file in a lane; the id of the primary follows.
@@ -130,8 +131,8 @@ impl Record {
         Ok(())
     }
 
-    /// Reads the record of a primary, the directory with all names: its id, and all lanes (directories for data) that it
-    /// has ever had. Returns `None` if there is no id yet, for example because a crash came before it was written.
+    /// Reads the record of a primary, the directory with all names: its id, and all lanes (directories for data) that
+    /// it has ever had. Returns `None` if there is no id yet, for example because a crash came before it was written.
     fn read<B: Backing>(dir: &VoteDir<'_, B>) -> Result<Option<Self>, RecordError> {
         let Some(id_bytes) = read_file(dir, PRIMARY_ID_FILE)? else {
             return Ok(None);

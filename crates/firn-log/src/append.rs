@@ -30,7 +30,8 @@ struct AppendState {
     end: u64,
     /// Number of bytes that are durable.
     durable_end: u64,
-    /// End of the bytes that need no sync: those that are durable, and notes of a sync directly after them.
+    /// Position from which bytes need a sync. The bytes before it are durable, or are notes of a sync (entries that say
+    /// which bytes are durable) directly after the durable ones.
     sync_needed_from: u64,
     /// Bytes of the next batch.
     next_bytes: Vec<u8>,
@@ -93,25 +94,26 @@ impl<B: Backing> Appender<B> {
         backing.advise(&self.file, unsynced, PageAdvice::WriteOut);
     }
 
-    /// Makes the appended bytes durable. Returns false if they were durable before, or if another thread's sync made
-    /// them durable.
+    /// Makes the appended bytes durable. Returns false if they need no sync, or if another thread's sync made them
+    /// durable first.
     pub(crate) fn sync(&self, backing: &B) -> Result<bool> {
         let appended_end = {
             let state = self.state.lock();
-            // Bytes before `sync_needed_from` need no sync: they are durable, or only note what is durable.
             if state.end <= state.sync_needed_from {
                 return Ok(false);
             }
             state.end
         };
         // The lock is not held during the sync, so other threads may append.
-        let data_only = true;
-        backing.sync(&self.file, data_only)?;
+        let is_data_only = true;
+        backing.sync(&self.file, is_data_only)?;
         let mut state = self.state.lock();
         let has_made_durable = appended_end > state.durable_end;
         state.durable_end = state.durable_end.max(appended_end);
         state.sync_needed_from = state.sync_needed_from.max(appended_end);
-        debug_assert!(state.durable_end <= state.sync_needed_from && state.sync_needed_from <= state.end);
+        debug_assert!(
+            state.durable_end <= state.sync_needed_from && state.sync_needed_from <= state.end
+        );
         Ok(has_made_durable)
     }
 
@@ -122,7 +124,10 @@ impl<B: Backing> Appender<B> {
         if state.sync_needed_from == range.start {
             state.sync_needed_from = range.end;
         }
-        debug_assert!(state.sync_needed_from <= state.end, "the clean part was appended");
+        debug_assert!(
+            state.sync_needed_from <= state.end,
+            "the clean part was appended"
+        );
     }
 
     /// Returns the number of durable bytes.

@@ -275,9 +275,10 @@ impl<B: Backing> LogBacking<B> {
         Self::resume(below, setup, Vec::new())
     }
 
-    /// Opens the log layout, in which hosts write to logs of their own, as [`LogBacking::open`] does, in place of an
-    /// earlier process of this host. `open_unlinked_files` are files that programs still have open though their last name may be
-    /// removed: their containers (directories with their logs) stay.
+    /// Opens the log layout as [`LogBacking::open`] does, to continue the mount of an earlier process of this host.
+    ///
+    /// `open_unlinked_files` are files that programs have open, and that may have no name any more. The containers of
+    /// such files (the directories with their logs) are not removed.
     pub fn resume(
         below: B,
         setup: Setup,
@@ -286,7 +287,7 @@ impl<B: Backing> LogBacking<B> {
         let open_files = read_ids_without_name(&below, open_unlinked_files)?;
         let containers_dir = make_dir(&below)?;
         let containers_dir_id = ContainersDirId::from_attr(&below.attr(&containers_dir)?);
-        // This check comes before any change: logs of an earlier version are refused.
+        // Fails if there are logs of an earlier version. This check comes before any change.
         file_dir::list_files(&below, &containers_dir)?;
         let clean_up = CleanUpContext {
             host: &setup.host,
@@ -402,8 +403,10 @@ impl<B: Backing> LogBacking<B> {
     }
 
     /// Returns the file with this id after a refresh, which reads what other hosts added to its logs. Returns `None` if
-    /// it has no containers, the directories with its logs. Called before the file's time is set: another host may be
-    /// copying the logs to the plain file.
+    /// it has no containers, the directories with its logs.
+    ///
+    /// Called before the file's time is set. If another host is copying the logs to the plain file, the time must also
+    /// be recorded in the containers ([`LoggedFile::set_modified`]), so this host must know all of them.
     fn find_and_refresh(&self, id: Option<FileId>) -> Result<Option<Arc<LoggedFile<B>>>> {
         let Some(id) = id else {
             return Ok(None);
@@ -417,7 +420,7 @@ impl<B: Backing> LogBacking<B> {
             Some(file) => file,
             None => self.find_or_add(id)?,
         };
-        // A file whose containers cannot be read still has a time to set.
+        // Ignore the error: the time can be set even if the containers cannot be read.
         if let Err(error) = file.refresh(&self.context()) {
             tracing::debug!(ino = id.ino, %error, "containers cannot be read");
         }
@@ -539,8 +542,8 @@ impl<B: Backing> LogBacking<B> {
         }
     }
 
-    /// Opens the logged file of an inode: a file with bytes in logs, one log for each host. Returns `None` if the file
-    /// is plain (it has no such bytes) and not chosen to get any.
+    /// Opens the logged file of an inode: a file that has bytes in logs, or that the configuration has *chosen* to get
+    /// its new bytes in logs. Returns `None` for every other file.
     fn open_logged(
         &self,
         inode: &LogInode<B>,
@@ -602,8 +605,11 @@ impl<B: Backing> LogBacking<B> {
         Some(file)
     }
 
-    /// Reads what other hosts wrote before they closed the file (close-to-open consistency). Orders this host's next
-    /// writes after those writes.
+    /// Refreshes a file at its open: reads what other hosts wrote before they closed the file (close-to-open
+    /// consistency). Orders this host's next writes after those writes.
+    ///
+    /// Fails if the file should have logs and they are missing. Errors are retried while the backing may not show the
+    /// latest changes of other hosts yet.
     fn refresh_at_open(&self, descriptor: &LoggedDescriptor<B>) -> Result<()> {
         let context = self.context();
         let file = &descriptor.file;
@@ -613,8 +619,8 @@ impl<B: Backing> LogBacking<B> {
             file.raise_epoch();
         }
         if !file.is_logged() {
-            // Asks the server, because another host may have changed the plain file. Then the check fails if the file
-            // should have logs and they are missing.
+            // Ask the server for the attributes, which also updates this host's cache: another host may have changed
+            // the plain file. The check then sees its present tag.
             self.below.attr_now(&descriptor.inode)?;
             tag::check(
                 &self.below,
@@ -734,9 +740,11 @@ impl<B: Backing> LogBacking<B> {
         self.files.lock().dying.remove(&file.id);
     }
 
-    /// Finishes the removal of a last name, and returns `outcome`, the result of the removal itself. If that is an
-    /// error, the name is still there, and the marks of the file's containers (the directories with its logs) are
-    /// removed.
+    /// Finishes the removal of a last name, and returns `outcome`, the result of the removal itself, or an error of its
+    /// own.
+    ///
+    /// If `outcome` is an error, the name still exists, and the marks of the file's containers (the directories with
+    /// its logs) are removed. Otherwise the containers are marked for their removal after the last close.
     fn finish_removal(
         &self,
         file_losing_name: Option<FileLosingName<B>>,
@@ -745,7 +753,8 @@ impl<B: Backing> LogBacking<B> {
         let Some(FileLosingName { inode, id }) = file_losing_name else {
             return outcome;
         };
-        // Another host may have made the first container of the file during the removal.
+        // Another host may have made the first container of the file during the removal. An error of this listing
+        // counts only if this host knows no such file.
         let refreshed = self.refresh_listing();
         let known_file = {
             let mut files = self.files.lock();

@@ -74,15 +74,23 @@ pub type ChangeResult = std::result::Result<(), ChangeError>;
 pub struct Container<B: Backing> {
     /// Identifies the container among all containers that this process has opened.
     number: u64,
+    /// The directory of the container.
     pub(crate) dir: B::Inode,
+    /// Name of that directory.
     pub(crate) name: String,
+    /// Name of this host.
     pub(crate) host: String,
+    /// Bounded memory for indexes and read-ahead.
     memory: Arc<Memory>,
     /// Selects the lane of this host's files, where the backing has lanes ([`crate::turn`]).
     turn: u64,
+    /// What this host has read of the indexes of all hosts.
     view: Mutex<View<B>>,
-    own: Mutex<OwnLogState<B>>,
+    /// This host's own logs in the container.
+    own_log: Mutex<OwnLogState<B>>,
+    /// Signals that a thread has finished the creation of this host's logs.
     own_log_created: Condvar,
+    /// Whether a thread is sorting an index of the container.
     is_sorting: AtomicBool,
     /// Whether the last refresh found that all bytes are in the plain file.
     was_seen_flat: AtomicBool,
@@ -238,7 +246,7 @@ impl<B: Backing> Container<B> {
         Self { turn, ..self }
     }
 
-    /// Makes a container with a given view, which is what this host has read of the indexes.
+    /// Makes a container to which this host has not written, with a given view: what this host has read of the indexes.
     fn with_view(
         dir: B::Inode,
         name: &str,
@@ -255,7 +263,7 @@ impl<B: Backing> Container<B> {
             memory: Arc::clone(memory),
             turn: 0,
             view: Mutex::new(view),
-            own: Mutex::new(OwnLogState::None),
+            own_log: Mutex::new(OwnLogState::None),
             own_log_created: Condvar::new(),
             is_sorting: AtomicBool::new(false),
             was_seen_flat: AtomicBool::new(false),
@@ -544,7 +552,7 @@ impl<B: Backing> Container<B> {
 
     /// Returns this host's logs, if it has written.
     fn existing_own_log(&self) -> Option<Arc<OwnLog<B>>> {
-        match &*self.own.lock() {
+        match &*self.own_log.lock() {
             OwnLogState::Created(own_log) => Some(Arc::clone(own_log)),
             OwnLogState::None | OwnLogState::Creating => None,
         }
@@ -556,7 +564,7 @@ impl<B: Backing> Container<B> {
         if self.view.lock().seal.is_some() {
             return Err(ChangeError::Sealed);
         }
-        let mut own = self.own.lock();
+        let mut own = self.own_log.lock();
         loop {
             match &*own {
                 OwnLogState::Created(own_log) => return Ok(Arc::clone(own_log)),

@@ -29,9 +29,10 @@ pub(crate) struct LagRetry {
 }
 
 impl LagRetry {
-    /// Runs `work` until it succeeds, fails with an error that no lag explains, or `lag_max` has passed. Returns its
-    /// last result. `refresh` reads the backing again before each further attempt. For a time after a retry in vain,
-    /// there is only one attempt.
+    /// Runs `work` until it succeeds, fails with an error that a stale cache of the backing cannot explain, or
+    /// `lag_max` has passed. Returns its last result. `refresh` reads the backing again before each further attempt.
+    ///
+    /// After a retry that failed to the end, retries are suspended for [`RETRY_PAUSE`]: `work` then runs only once.
     pub(crate) fn retry<T>(
         &self,
         lag_max: Duration,
@@ -65,13 +66,13 @@ impl LagRetry {
         self.fault.lock().take()
     }
 
-    /// Returns whether a retry was in vain within the last [`RETRY_PAUSE`].
+    /// Returns whether a retry failed to the end within the last [`RETRY_PAUSE`].
     fn are_retries_suspended(&self) -> bool {
         let last_failure = *self.last_failure.lock();
         last_failure.is_some_and(|failed_at| failed_at.elapsed() < RETRY_PAUSE)
     }
 
-    /// Starts the pause, and logs the stored fault.
+    /// Suspends further retries for [`RETRY_PAUSE`], and logs the stored fault.
     fn suspend_retries(&self, error: Errno, waited: Duration) {
         *self.last_failure.lock() = Some(Instant::now());
         let stored_fault = self.take_fault();

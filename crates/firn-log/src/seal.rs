@@ -345,8 +345,9 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         Ok(false)
     }
 
-    /// Does what this host can to flatten a sealed container, to which no host may write: copies the bytes of its logs
-    /// into the plain file `inode`, which is open as `plain_file`. Returns `Waits` while other hosts copy parts.
+    /// Does this host's share of the work to flatten a sealed container, to which no host may write: copies bytes of
+    /// its logs into the plain file `inode`, which is open as `plain_file`. Returns `Done` if the container is flat,
+    /// and `Waits` if other hosts are still copying parts.
     pub fn flatten(&self, inode: &B::Inode, plain_file: &B::File) -> Result<FlattenProgress> {
         let seal = Seal::load(self.backing, self.container_dir())?;
         let names = self.vote_dir().names()?;
@@ -355,7 +356,8 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         }
         self.load_last_time(&names, plain_file)?;
         let parts = self.find_parts(&seal)?;
-        // Each of these parts is one unit of the work that the hosts share.
+        // Each of these parts is one unit of the work that the hosts share. The protocol must know them before
+        // `carry_out`, which asks it for the units.
         self.ballot.protocol().parts.get_or_init(|| parts);
         let progress = self
             .ballot

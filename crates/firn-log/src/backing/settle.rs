@@ -290,6 +290,7 @@ impl<B: Backing> LogBacking<B> {
                 self.flatten_batch(&batch, &mut unflattened);
             }
         })?;
+        let unseen_files = unseen_files.unwrap_or(0);
         self.flatten_batch(&files_in_own_lane, &mut unflattened);
         self.flatten_batch(&files_in_other_lanes, &mut unflattened);
         unflattened.lost = self.remove_orphans(unseen_files)?;
@@ -409,7 +410,7 @@ impl<B: Backing> LogBacking<B> {
             let is_firn_dir = is_top_of_backing && dir.path.as_os_str() == TOP;
             self.visit_logged_in(&dir, is_firn_dir, &mut not_found_yet, &mut dirs, visit)?;
         }
-        Ok(if is_top_of_backing { not_found_yet.len() } else { 0 })
+        Ok(is_top_of_backing.then_some(not_found_yet.len()))
     }
 
     /// Visits the files of one directory that have containers (directories with their logs), and removes them from
