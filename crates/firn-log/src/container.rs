@@ -488,9 +488,9 @@ impl<B: Backing> Container<B> {
     /// Finds from where each byte of the file comes (a log, the plain file, a hole), for the next range of `walk`.
     /// Returns ranges with one source each. The list is empty at the end of the walk or of the file.
     ///
-    /// Recent changes of bytes are in memory (the resolver), and older ones in sorted files (the tables). Each consists
-    /// of *pieces*, ranges of the file. If a range has too many pieces for the memory, it is halved. After a range with
-    /// few pieces, the next one is twice as long.
+    /// First collects the *layers* of the range, which are groups of its pieces: those of recent changes from memory
+    /// (the resolver), then those of older changes from sorted files (the tables). If there are too many pieces for the
+    /// memory, tries again with half of the range. After a range with few pieces, the next one is twice as long.
     fn try_next_segments(&self, backing: &B, walk: &mut Walk) -> TableResult<Vec<Segment>> {
         loop {
             let mut range = walk.next_range();
@@ -528,6 +528,7 @@ impl<B: Backing> Container<B> {
                 walk.double_step();
             }
             walk.range.start = range.end;
+            // Of layers that cover the same bytes, the newest counts.
             return Ok(length_changes.resolve(range, layers));
         }
     }

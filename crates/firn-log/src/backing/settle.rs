@@ -337,7 +337,7 @@ impl<B: Backing> LogBacking<B> {
         let unseen_files = self.visit_logged(search_root, &mut |walked| {
             unflattened.count(self.flatten_damaged(&walked, report));
         })?;
-        unflattened.lost = self.remove_orphans(unseen_files)?;
+        unflattened.lost = self.remove_orphans(unseen_files.unwrap_or(0))?;
         Ok(unflattened)
     }
 
@@ -378,14 +378,15 @@ impl<B: Backing> LogBacking<B> {
         Ok(count)
     }
 
-    /// Visits the files at or below `search_root` that have containers, directories with their logs. Returns how many
-    /// files with containers the walk has not found, or 0 if `search_root` is not the top of the backing: the number is
-    /// unknown then.
+    /// Visits the files at or below `search_root` that have containers, directories with their logs.
+    ///
+    /// Returns how many files with containers the walk has not found. Returns `None` if `search_root` is not the top of
+    /// the backing, because such files may lie elsewhere.
     fn visit_logged(
         &self,
         search_root: &LogInode<B>,
         visit: &mut dyn FnMut(WalkedFile<'_, B>),
-    ) -> Result<usize> {
+    ) -> Result<Option<usize>> {
         let mut not_found_yet = self.list_files()?;
         if let Some(id) = search_root.id {
             if not_found_yet.contains(&id) {
@@ -395,7 +396,7 @@ impl<B: Backing> LogBacking<B> {
                     path: PathBuf::new(),
                 });
             }
-            return Ok(0);
+            return Ok(None);
         }
         let top_ino = self.below.attr(&self.below.root())?.ino;
         let is_top_of_backing = self.below.attr(&search_root.below)?.ino == top_ino;

@@ -86,8 +86,10 @@ impl<B: Backing> View<B> {
         }
     }
 
-    /// Replaces the tables (sorted parts) in use of one index. Returns the old list of all tables: the caller drops it
-    /// without the lock, because that closes files.
+    /// Replaces the tables (sorted parts) in use of one index. Also applies their cuts and growths, drops the changes
+    /// that are in the tables from memory, and updates the length of the file.
+    ///
+    /// Returns the old list of all tables. The caller drops it without the lock, because that closes files.
     #[must_use]
     pub(super) fn install_tables(
         &mut self,
@@ -107,11 +109,8 @@ impl<B: Backing> View<B> {
             }
         });
         index.tables = index_tables;
+        // The frames in the tables need not be read from the index any more.
         index.offset = index.offset.max(index.sorted_end());
-        debug_assert!(
-            index.sorted_end() <= index.offset,
-            "sorted frames are known"
-        );
         self.resolver.drop_changes_before(id, index.sorted_end());
         let all_tables = self
             .indexes
