@@ -351,8 +351,8 @@ impl<B: Backing> Lease<B> {
     /// Resumes the lease of an earlier process of the same host, and adds `purpose` to its purposes. To other hosts it
     /// is the same lease: its acquisition id and its earlier purposes remain.
     ///
-    /// `kept_file` is the earlier process's open lease file, whose lock has outlived that process. Returns `None` if it
-    /// is not the lease file in `dir`, or another process has locked the file.
+    /// `kept_file` is the earlier process's open lease file; its lock has outlived that process. Returns `None` if it is
+    /// not the lease file in `dir`, or another process has locked the file.
     pub fn resume(
         base: &B,
         dir: &B::Inode,
@@ -517,8 +517,8 @@ fn try_lock_lease<B: Backing>(base: &B, dir: &B::Inode) -> Result<LockResult<B::
     lock_lease_file(base, dir, file)
 }
 
-/// Tries once to lock an open lease file, whose lock shows that a host is alive. Returns `Replaced` if another file
-/// has its name by now: a lock of the old file excludes no process.
+/// Tries once to lock an open lease file; the lock shows that a host is alive. Returns `Replaced` if another file has
+/// its name by now: a lock of the old file excludes no process.
 fn lock_lease_file<B: Backing>(
     base: &B,
     dir: &B::Inode,

@@ -181,7 +181,8 @@ impl<B: Backing> Lanes<B> {
         new_file: &NewFile<'_, B>,
     ) -> Result<Created<B>> {
         let NewFileOwner { dir_ino, owner } = self.owner_of_new_file(new_file)?;
-        // Outside transactions the file is created in the directory of its final name, whose inode number is known.
+        // Outside transactions the file is created in the directory of its final name. The inode number of that
+        // directory is known.
         let is_created_in_final_dir = std::ptr::eq(final_name.parent, new_file.parent);
         let final_dir_ino = if is_created_in_final_dir {
             dir_ino

@@ -23,7 +23,7 @@ pub trait Logs: Sync {
     fn wake(&self);
     /// Returns how many files and bytes are in logs, as far as this host knows.
     fn count_logged(&self) -> LoggedTotals;
-    /// Walks all files to find logs whose file is gone. Removes those of removed files ([`LogBacking::find_orphans`]).
+    /// Walks all files to find logs without a file. Removes those of removed files ([`LogBacking::find_orphans`]).
     fn find_orphans(&self) -> Result<Orphans>;
     /// Finishes removals of files that dead hosts began ([`LogBacking::end_removals`]).
     fn end_removals(&self) -> Result<()>;

@@ -134,7 +134,7 @@ pub(crate) struct CleanUpContext<'a> {
 /// * Removes containers of files that this host, or a host that is dead now, has removed. Containers of open files
 ///   remain.
 ///
-/// Returns the containers (directories with logs) that still exist, and whose mark says that this host was removing the
+/// Returns the containers (directories with logs) that still exist and have a mark of this host: it was removing their
 /// file.
 pub(crate) fn clean_up_previous_run<B: Backing>(
     backing: &B,
@@ -178,7 +178,7 @@ impl CleanUpContext<'_> {
         }
     }
 
-    /// Returns whether the host that put a mark has ended its work for the mark: it is dead, or it is this host, whose
+    /// Returns whether the host that put a mark has ended its work for the mark: it is dead, or it is this host, and its
     /// marks are from its previous run.
     fn has_host_ended(&self, host: &str) -> Result<bool> {
         Ok(host == self.host || !(self.is_alive)(host)?)
@@ -346,8 +346,8 @@ impl<B: Backing> OrphanSearch<'_, B> {
         Ok(undecided)
     }
 
-    /// Removes the mark `dying` from a container whose file exists. Does nothing if the host of the mark is still
-    /// removing the file, or if the container has no mark.
+    /// Removes the mark `dying` from a container if its file was found to exist. Does nothing if the host of the mark is
+    /// still removing the file, or if the container has no mark.
     fn clear_stale_mark(&self, name: &str) -> Result<()> {
         if let ContainerLookup::Trusted(container) = self.find(name)?
             && let Some(mark) = Mark::read(&container)?

@@ -197,7 +197,7 @@ where
     /// Tries once to get the token, which is the lock of a file. If the token is not free, returns its holder and when
     /// to ask again.
     ///
-    /// A host first locks another file, whose lock marks the host that is next in line. It keeps that lock between its
+    /// A host first locks another file; that lock marks the host that is next in line. It keeps the lock between its
     /// attempts.
     fn ask(&mut self) -> Result<TokenReply, ServiceError> {
         let started_at = Instant::now();
