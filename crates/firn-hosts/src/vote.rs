@@ -1,7 +1,7 @@
 //! A directory through which several hosts agree: the first host that creates a file of a name decides its content for
 //! all hosts. Examples are whether to commit a transaction, and the name of a lock.
 //!
-//! To *put* a file is to create it once: durably, complete, and only if no file of that name exists.
+//! To *put* a file is to create it durably with all of its content, if no file of that name exists yet.
 //!
 //! ```text
 //! NAME                     put once by one host; its content counts for all hosts

@@ -145,7 +145,7 @@ struct KnownFiles<B: Backing> {
     /// Files with containers, and files that this host has open for writing.
     by_id: HashMap<FileId, Arc<LoggedFile<B>>>,
     /// Files whose last name this host is removing. A container that is made for such a file gets a mark.
-    dying: HashSet<FileId>,
+    losing_last_name: HashSet<FileId>,
     /// When the last listing began, or the present one if a thread is making one.
     last_listing_began: Option<Instant>,
     listing: Arc<Listing>,
@@ -309,7 +309,7 @@ impl<B: Backing> LogBacking<B> {
             setup,
             files: Mutex::new(KnownFiles {
                 by_id: HashMap::new(),
-                dying: HashSet::new(),
+                losing_last_name: HashSet::new(),
                 last_listing_began: None,
                 listing: Arc::default(),
             }),
@@ -594,7 +594,7 @@ impl<B: Backing> LogBacking<B> {
             Arc::clone(files.by_id.get(&id)?)
         };
         // This host is removing the last name of the file.
-        if files.dying.contains(&id) {
+        if files.losing_last_name.contains(&id) {
             file.is_dying.store(true, Ordering::Release);
         }
         // The count grows under the lock, so that another thread does not drop the file meanwhile.
@@ -706,7 +706,7 @@ impl<B: Backing> LogBacking<B> {
         self.refresh_listing()?;
         let known_file = {
             let mut files = self.files.lock();
-            files.dying.insert(*id);
+            files.losing_last_name.insert(*id);
             files.by_id.get(id).cloned()
         };
         let Some(file) = known_file else {
@@ -737,7 +737,7 @@ impl<B: Backing> LogBacking<B> {
     /// Ends a removal that has failed: the file keeps its name.
     fn cancel_removal(&self, file: &LoggedFile<B>) {
         file.is_dying.store(false, Ordering::Release);
-        self.files.lock().dying.remove(&file.id);
+        self.files.lock().losing_last_name.remove(&file.id);
     }
 
     /// Finishes the removal of a last name, and returns `outcome`, the result of the removal itself, or an error of its
@@ -760,7 +760,7 @@ impl<B: Backing> LogBacking<B> {
             let mut files = self.files.lock();
             let known_file = files.by_id.get(&id).cloned();
             if known_file.is_none() {
-                files.dying.remove(&id);
+                files.losing_last_name.remove(&id);
             }
             known_file
         };
@@ -774,7 +774,7 @@ impl<B: Backing> LogBacking<B> {
             return outcome;
         }
         let marked = self.mark_removed(&file);
-        self.files.lock().dying.remove(&id);
+        self.files.lock().losing_last_name.remove(&id);
         marked?;
         // A file that is still open keeps its containers until the last close.
         if file.opens.load(Ordering::Acquire) == 0 {

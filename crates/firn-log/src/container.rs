@@ -73,7 +73,7 @@ pub type ChangeResult = std::result::Result<(), ChangeError>;
 /// One container, as this host sees it.
 pub struct Container<B: Backing> {
     /// Identifies the container among all containers that this process has opened.
-    number: u64,
+    instance_id: u64,
     /// The directory of the container.
     pub(crate) dir: B::Inode,
     /// Name of that directory.
@@ -256,7 +256,7 @@ impl<B: Backing> Container<B> {
     ) -> Self {
         static OPENED: AtomicU64 = AtomicU64::new(0);
         Self {
-            number: OPENED.fetch_add(1, Ordering::Relaxed),
+            instance_id: OPENED.fetch_add(1, Ordering::Relaxed),
             dir,
             name: name.to_owned(),
             host: host.to_owned(),
@@ -503,6 +503,7 @@ impl<B: Backing> Container<B> {
                 pieces_max
             };
             let mut layers = LayersInRange::new(pieces_max_of_step);
+            // `pieces_fit` becomes false when `layers` has the maximum number of pieces.
             let (length_changes, tables, mut pieces_fit) = {
                 let view = self.view.lock();
                 range.end = range.end.min(view.resolver.len());

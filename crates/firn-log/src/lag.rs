@@ -5,8 +5,8 @@
 //! of these bytes, says. None of these is an error at first, so the operation is tried again until a time limit passes.
 //! If it still fails then, the data is damaged or removed.
 //!
-//! After one retry was in vain, no thread retries for that file for [`RETRY_PAUSE`]. Damage would otherwise delay each
-//! read of the file.
+//! After a retry has failed to the end, no thread retries for that file for [`RETRY_PAUSE`]. Damage would otherwise
+//! delay each read of the file.
 
 use std::time::{Duration, Instant};
 
@@ -16,15 +16,15 @@ use firn_backing::{Backing, Errno, Result};
 
 /// Waits between attempts: from 1 ms, doubled up to 100 ms.
 const RETRY_WAITS: Backoff = Backoff::new(Duration::from_millis(1), Duration::from_millis(100));
-/// After a retry in vain, later errors of the file are returned at once for this long.
+/// After a retry has failed to the end, later errors of the file are returned at once for this long.
 const RETRY_PAUSE: Duration = Duration::from_secs(60);
 
 /// Retries operations on one file while the backing may lag.
 #[derive(Default)]
 pub(crate) struct LagRetry {
-    /// When a retry last ended in vain.
+    /// When a retry last failed to the end.
     last_failure: Mutex<Option<Instant>>,
-    /// The fault that was found last. It is logged if the retry is in vain.
+    /// The fault that was found last. It is logged if the retry fails to the end.
     fault: Mutex<Option<String>>,
 }
 
@@ -56,7 +56,7 @@ impl LagRetry {
         }
     }
 
-    /// Stores a fault, to be logged if the retry ends in vain.
+    /// Stores a fault, to be logged if the retry fails to the end.
     pub(crate) fn record_fault(&self, fault: String) {
         *self.fault.lock() = Some(fault);
     }

@@ -390,7 +390,7 @@ impl<B: Backing> OrphanSearch<'_, B> {
         ContainerLookup::find(self.backing, self.containers_dir, name, self.host)
     }
 
-    /// Returns whether the host that put a mark is dead, or put it in its last life.
+    /// Returns whether the host that put a mark is dead, or is this host and put it in its previous run.
     fn has_host_ended(&self, mark: &Mark, name: &str) -> Result<bool> {
         if mark.host == self.host {
             Ok(self.marked.lock().contains(name))

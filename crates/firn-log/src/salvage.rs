@@ -298,6 +298,7 @@ impl<B: Backing> Lifecycle<'_, B> {
                 .flat_map(|segment| seal.split(segment))
                 .filter(|(part, _)| !is_flat(*part));
             let segments_to_check: Vec<_> = pieces.map(|(_, segment)| segment).collect();
+            // The segments were collected above, because this loop changes the seal.
             for segment in segments_to_check {
                 let lost = &mut seal.lost;
                 let unreadable = self

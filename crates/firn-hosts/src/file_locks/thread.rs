@@ -270,7 +270,10 @@ impl<B: Backing> LockThread<B> {
             .values()
             .filter(|lock| lock.is_unused())
             .map(|lock| lock.last_used + UNUSED_TIME_MAX);
-        let releases = self.unclaimed_append_locks.iter().map(|end| end.release_at);
+        let releases = self
+            .unclaimed_append_locks
+            .iter()
+            .map(|lock| lock.release_at);
         request_tries
             .chain(test_tries)
             .chain(removals)
@@ -298,7 +301,7 @@ impl<B: Backing> LockThread<B> {
                 });
             }
             Job::Release { key, locks, done } => {
-                let to_release = self.release(key, locks);
+                let result = self.release(key, locks);
                 // Requests that wait for this file are tried at once, because the release may have made room for them.
                 let now = Instant::now();
                 for request in &mut self.waiting {
@@ -306,7 +309,7 @@ impl<B: Backing> LockThread<B> {
                         request.next_try = now;
                     }
                 }
-                done(to_release);
+                done(result);
             }
             Job::Test { wanted, done } => self.answer_test(wanted, done),
         }
@@ -361,7 +364,7 @@ impl<B: Backing> LockThread<B> {
                     // A repeated append has claimed the lock that an earlier firnd took for it. The lock is no longer
                     // released after a time.
                     self.unclaimed_append_locks
-                        .retain(|end| !end.is_for(&request.wanted));
+                        .retain(|lock| !lock.is_for(&request.wanted));
                     self.leave_queue(&request);
                     self.grant(&request);
                 }
@@ -836,14 +839,15 @@ impl<B: Backing> LockThread<B> {
     fn release_unclaimed_append_locks(&mut self) {
         let now = Instant::now();
         let requests = &self.waiting;
-        let is_repeated =
-            |end: &UnclaimedAppendLock| requests.iter().any(|request| end.is_for(&request.wanted));
+        let is_repeated = |lock: &UnclaimedAppendLock| {
+            requests.iter().any(|request| lock.is_for(&request.wanted))
+        };
         let expired: Vec<_> = self
             .unclaimed_append_locks
-            .extract_if(.., |end| end.release_at <= now && !is_repeated(end))
+            .extract_if(.., |lock| lock.release_at <= now && !is_repeated(lock))
             .collect();
-        for end in expired {
-            self.release_or_warn(end.key, ReleasedLocks::Owner(end.owner));
+        for lock in expired {
+            self.release_or_warn(lock.key, ReleasedLocks::Owner(lock.owner));
         }
     }
 

@@ -37,7 +37,8 @@ pub fn find_or_make_group<B: Backing>(base: &B, host: &str) -> Result<String, Ow
         Some(stored) => stored,
         None => {
             let number = getrandom::u64().map_err(|_| Errno::IO)?;
-            vote_dir.put_once(GROUP, format!("{number:0GROUP_DIGITS$x}").as_bytes())?;
+            let group = format!("{number:0width$x}", width = GROUP_DIGITS);
+            vote_dir.put_once(GROUP, group.as_bytes())?;
             // The stored name counts: another host may have put its name first. No host removes the file, so the file
             // must exist now.
             read_group()?.ok_or(Errno::IO)?

@@ -512,7 +512,7 @@ impl<B: Backing> LogBacking<B> {
             marked: &self.marked,
         };
         let orphans = search.run(scope)?;
-        // The removals of this host's last life that the search has finished are forgotten.
+        // The removals of this host's previous run that the search has finished are forgotten.
         let mut marked = self.marked.lock();
         marked.retain(|container| orphans.waiting.contains(container));
         drop(marked);

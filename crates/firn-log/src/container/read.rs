@@ -391,7 +391,7 @@ impl<B: Backing> Container<B> {
     /// Returns the identity of a log in this container.
     fn log_id(&self, writer: WriterId, log: u32) -> LogId {
         LogId {
-            container: self.number,
+            container: self.instance_id,
             writer,
             log,
         }

@@ -109,7 +109,7 @@ impl<B: Backing> View<B> {
             }
         });
         index.tables = index_tables;
-        // The frames in the tables need not be read from the index any more.
+        // The frames in the tables count as read.
         index.offset = index.offset.max(index.sorted_end());
         self.resolver.drop_changes_before(id, index.sorted_end());
         let all_tables = self
