@@ -466,7 +466,8 @@ impl<B: Backing> Lease<B> {
     /// Writes the record durably to the lease file.
     fn write(&mut self, base: &B) -> Result<(), LeaseError> {
         own::write_all(base, &self.file, &encode(&self.record)?, 0)?;
-        Ok(base.sync(&self.file, true)?)
+        let is_data_only = true;
+        Ok(base.sync(&self.file, is_data_only)?)
     }
 }
 

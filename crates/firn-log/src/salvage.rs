@@ -124,7 +124,7 @@ impl ReadableIndex {
 impl<B: Backing> Lifecycle<'_, B> {
     /// Replaces the head, the link that makes a container valid, by `new_head` if it is missing or damaged. Returns
     /// true if the container needs no further change for that. Returns false if a writer is registered that `is_alive`
-    /// reports as alive.
+    /// reports as alive, or if another host holds the container's exclusive lock.
     ///
     /// The lost head said how many bytes of the plain file count. The new one counts all bytes that the plain file has
     /// now. That is right: since the container was made, only its own flattening has changed the plain file. Bytes
@@ -161,7 +161,8 @@ impl<B: Backing> Lifecycle<'_, B> {
         })
     }
 
-    /// Gives up what cannot be read. Returns false if a writer is registered that `is_alive` reports as alive.
+    /// Gives up what cannot be read. Returns false if a writer is registered that `is_alive` reports as alive, or if
+    /// another host holds the container's exclusive lock.
     pub(crate) fn salvage(
         &self,
         unit_bytes: u64,
@@ -333,8 +334,8 @@ impl<B: Backing> Container<B> {
             let index = match own::find_file(backing, &self.dir, &writer.index_name())? {
                 Some(inode) => {
                     let file = backing.open(&inode, Access::Read)?;
-                    let data_only = true;
-                    backing.sync(&file, data_only)?;
+                    let is_data_only = true;
+                    backing.sync(&file, is_data_only)?;
                     salvage_index(backing, &file, writer.id(), limit)?
                 }
                 None => ReadableIndex::missing(limit),

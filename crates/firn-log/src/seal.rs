@@ -399,8 +399,8 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
                 let number = number.parse().map_err(|_| Errno::INVAL)?;
                 self.copy_logs(seal.range_of(number), plain_file)?;
                 // The bytes are durable before the part is marked as copied.
-                let data_only = false;
-                self.backing.sync(plain_file, data_only)
+                let is_data_only = false;
+                self.backing.sync(plain_file, is_data_only)
             }
         }
     }
@@ -419,7 +419,8 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         let visible_bytes = self.container.visible_plain_bytes();
         if self.backing.attr_of_file_now(plain_file)?.size > visible_bytes {
             self.backing.set_len(plain_file, visible_bytes)?;
-            self.backing.sync(plain_file, false)?;
+            let is_data_only = false;
+            self.backing.sync(plain_file, is_data_only)?;
         }
         Ok(())
     }
@@ -615,8 +616,8 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
             last_number,
             &|modified| {
                 self.set_modified(inode, plain_file, modified)?;
-                let data_only = false;
-                self.backing.sync(plain_file, data_only)
+                let is_data_only = false;
+                self.backing.sync(plain_file, is_data_only)
             },
         )
     }

@@ -241,7 +241,7 @@ impl<D: Directory, P: Copy + Default, const CLAIMS: usize, const STATES: usize>
         }
     }
 
-    /// Returns the world after renumbering the hosts.
+    /// Returns the state after renumbering the hosts.
     fn renumbered(&self, order: [u8; HOSTS]) -> Self {
         let mut hosts = self.hosts;
         for (host, new) in self.hosts.iter().zip(order) {

@@ -523,8 +523,8 @@ impl<B: Backing> Container<B> {
             };
             let index = backing.open(&inode, Access::Read)?;
             // The seal is made from these lengths, so the bytes are durable before the seal.
-            let data_only = true;
-            backing.sync(&index, data_only)?;
+            let is_data_only = true;
+            backing.sync(&index, is_data_only)?;
             // Asks the server for the length, as in `read_new_frames`.
             backing.attr_of_file_now(&index)?;
             let sorted_end = self.sorted_end(&writer);

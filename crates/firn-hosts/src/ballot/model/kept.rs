@@ -215,17 +215,23 @@ impl State {
                 push_state(next_state);
             }
             Phase::LeavingUnchanged { has_stopped } => {
-                let mut next_state = *self;
-                if *has_stopped {
-                    next_state.put(index, |dir| dir.left |= 1 << index);
-                    next_state.enter(index, Phase::Ending(None));
-                } else {
-                    next_state.put(index, |dir| dir.stopped |= 1 << index);
-                    next_state.enter(index, Phase::LeavingUnchanged { has_stopped: true });
-                }
-                push_state(next_state);
+                push_state(self.leave_unchanged(index, *has_stopped));
             }
         }
+    }
+
+    /// Returns the state after a host that has changed nothing has recorded that it has stopped, or, if it has stopped
+    /// already, that it has left.
+    fn leave_unchanged(&self, index: usize, has_stopped: bool) -> Self {
+        let mut next_state = *self;
+        if has_stopped {
+            next_state.put(index, |dir| dir.left |= 1 << index);
+            next_state.enter(index, Phase::Ending(None));
+        } else {
+            next_state.put(index, |dir| dir.stopped |= 1 << index);
+            next_state.enter(index, Phase::LeavingUnchanged { has_stopped: true });
+        }
+        next_state
     }
 
     /// Passes the state to `push_state` after a host has opened the ballot's directory, or has created it if there is
@@ -386,37 +392,33 @@ impl State {
     fn make_call(&self, index: usize, pending: Pending, push_state: &mut dyn FnMut(Self)) {
         let host = index as u8;
         let mut next_state = *self;
-        let mut phase = Phase::Ending(None);
+        // `None`: the host has no more work for the ballot.
+        let mut next_phase = Some(Phase::Ending(None));
         match pending {
             Pending::Stop => next_state.put(index, |dir| dir.stopped |= 1 << host),
             // The claim of another host, if there is one, remains: a claim is put once.
             Pending::Claim => next_state.put(index, |dir| {
                 dir.claimed.get_or_insert(host);
             }),
-            Pending::Work => phase = Phase::Working,
+            Pending::Work => next_phase = Some(Phase::Working),
             Pending::Leave => next_state.put(index, |dir| dir.left |= 1 << host),
             Pending::ClaimRemoval => {
                 if !next_state.lock(index, WHOLE_CLAIM) {
                     // Another host removes the directory.
-                    next_state.forget_ballot(index);
-                    return push_state(next_state);
+                    next_phase = None;
                 }
             }
-            Pending::Retire => match next_state.dir(index) {
-                Some(_) => phase = Phase::Ending(Some(Pending::Rename)),
-                None => {
-                    next_state.forget_ballot(index);
-                    return push_state(next_state);
-                }
-            },
+            Pending::Retire => {
+                let has_name = next_state.dir(index).is_some();
+                next_phase = has_name.then_some(Phase::Ending(Some(Pending::Rename)));
+            }
             Pending::Rename => {
                 let dir = next_state.dir(index).expect("another ballot is removed");
                 assert_eq!(dir.took_part & !dir.left, 0, "removed before all had left");
                 let is_finished = dir.decision == Some(true) || dir.is_done;
                 assert!(is_finished, "removed before all was done");
                 next_state.history.change(index, None);
-                next_state.forget_ballot(index);
-                return push_state(next_state);
+                next_phase = None;
             }
             Pending::RemoveEmpty => {
                 let is_empty = |dir: Dir| {
@@ -430,11 +432,10 @@ impl State {
                 if next_state.history.current().is_some_and(is_empty) {
                     next_state.history.change(index, None);
                 }
-                next_state.forget_ballot(index);
-                return push_state(next_state);
+                next_phase = None;
             }
         }
-        next_state.enter(index, phase);
+        next_state.enter_or_forget(index, next_phase);
         push_state(next_state);
     }
 
