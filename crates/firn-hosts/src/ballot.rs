@@ -2,9 +2,9 @@
 //! The hosts have only a directory in common, and any of them may die at any time.
 //!
 //! Example: hosts A and B change files in one transaction. A creates `in-A` and B creates `in-B`. The first host that
-//! creates `decision` decides for both, for example to abort. A and B create `out-A` and `out-B`, and change nothing
-//! after that. B creates `claim-undo`, undoes the changes, and creates `done-undo`. Both leave, and one host removes
-//! the directory.
+//! creates `decision` decides for both, here to abort. A and B create `out-A` and `out-B`, and make no changes after
+//! that. B creates `claim-undo`, undoes the changes, and creates `done-undo`. Both leave (`left-A`, `left-B`), and one
+//! of them removes the directory.
 //!
 //! Terms
 //! * A *ballot* is one such decision, from the first host that joins to the removal of its directory.

@@ -242,7 +242,7 @@ impl<B: Backing> Drop for LoggedDescriptor<B> {
         let is_last_writer = may_write && file.writers.fetch_sub(1, Ordering::AcqRel) == 1;
         let is_removed = file.is_removed.load(Ordering::Acquire);
         if is_last_writer {
-            file.has_local_writer.store(false, Ordering::Release);
+            file.clear_local_writer();
         }
         if (is_last_writer && file.has_containers()) || (is_last_close && is_removed) {
             self.settle_queue.add(file, &self.inode);

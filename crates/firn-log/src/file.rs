@@ -199,6 +199,11 @@ impl<B: Backing> LoggedFile<B> {
         }
     }
 
+    /// Notes that no program of this host has the file open for writing any more.
+    pub(crate) fn clear_local_writer(&self) {
+        self.has_local_writer.store(false, Ordering::Release);
+    }
+
     /// Runs `work`, and repeats it while its error may come from a backing that lags behind other hosts
     /// ([`crate::lag`]). Returns the last result. The file is refreshed (changes of other hosts are read) before each
     /// repetition.

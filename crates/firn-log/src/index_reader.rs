@@ -93,7 +93,7 @@ pub(crate) fn has_synced_frame_after<B: Backing>(
     // Another frame may follow in these bytes. The frame at `offset` is then not at the end, but its stored length is
     // damaged.
     let is_followed_by_frame = find_magic(bytes_at_offset.get(1..).unwrap_or(&[])).is_some();
-    // Nothing but the beginning of one frame: its writer is appending it, or died meanwhile.
+    // There are no bytes, or only the beginning of one frame, which its writer is appending or could not complete.
     if index_ends_here
         && !is_followed_by_frame
         && Frame::decode(bytes_at_offset) == DecodedFrame::Incomplete

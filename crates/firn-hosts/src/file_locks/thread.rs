@@ -460,6 +460,7 @@ impl<B: Backing> LockThread<B> {
         for _ in 0..REOPEN_TRIES_MAX {
             self.open(key)?;
             let is_reach_confirmed = self.are_remote_locks_visible()?;
+            // Step 1: check the locks of other programs of this host.
             let lock = self.files.get(&key).ok_or(Errno::NOLCK)?;
             if lock.held.conflict(owner.number, range, mode).is_some() {
                 return Ok(LockTry::Busy);
@@ -467,8 +468,8 @@ impl<B: Backing> LockThread<B> {
             if !is_reach_confirmed {
                 return Ok(LockTry::ReachUnknown);
             }
-            // Another host may have removed the lock file while this host held no lock in it. Locks in a removed file
-            // exclude no host.
+            // Step 2: lock the bytes in the lock file. Another host may have removed that file while this host held no
+            // lock in it; locks in a removed file exclude no host.
             let must_check_name = lock.held.is_empty();
             if !self.lock_or_queue(request, key)? {
                 return Ok(LockTry::Busy);
@@ -477,6 +478,7 @@ impl<B: Backing> LockThread<B> {
                 // The next pass opens the file that has the name now.
                 continue;
             }
+            // Step 3: record the lock.
             let lock = self.files.get_mut(&key).ok_or(Errno::NOLCK)?;
             lock.held.add(HeldLock { owner, range, mode });
             lock.last_used = Instant::now();
@@ -995,8 +997,8 @@ impl<B: Backing> LockThread<B> {
     /// of this host.
     ///
     /// A file that an earlier firnd kept open is locked again; fails with ENOLCK if another process has it locked.
-    /// Otherwise the file is opened or created, and attempts are repeated for [`UNREACHED_TIMEOUT`]. In that time,
-    /// another host that starts may lock and remove the file, because it looks like that of a dead host.
+    /// Otherwise opens or creates the file, and repeats that for [`UNREACHED_TIMEOUT`] before it fails with ENOLCK:
+    /// another host that starts at the same time may lock and remove the file, which looks like that of a dead host.
     fn try_lock_host_file(&mut self) -> Result<HostFile<B>, Errno> {
         let lock_whole = LockRequest::Range(LockRange::WHOLE, LockMode::Exclusive);
         if let Some(kept) = self.host_file.take() {

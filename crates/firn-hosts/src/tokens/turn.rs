@@ -450,7 +450,8 @@ impl TokenMachine {
     /// gave up because such a queue was too long.
     pub(crate) fn record_queued(&mut self, position: QueuePosition, now: Instant) {
         self.figures.holder = position.holder;
-        // No write waits for this answer, and the service may be unreliable, so keep a minimum pause.
+        // The pause of a lane that writes without the token. No write waits for the answer, and the service may be
+        // unreliable, so there is a minimum pause.
         let queued_pause = position.ask_again_after.max(RETRY.first());
         match &mut self.phase {
             Phase::Waiting(waiting) => {
@@ -461,9 +462,11 @@ impl TokenMachine {
                 waiting.failures = 0;
                 waiting.next_request_at = now + position.ask_again_after;
             }
+            // The lane still has its place in the queue.
             Phase::Tokenless(tokenless) if tokenless.keeps_queue_place => {
                 tokenless.next_request_at = now + queued_pause
             }
+            // This is the answer to a new request of a lane that writes without the token.
             Phase::Tokenless(tokenless) if tokenless.is_request_in_progress => {
                 if tokenless.does_queue_move {
                     // The lane writes on, and keeps its place in the queue meanwhile.
@@ -501,10 +504,11 @@ impl TokenMachine {
             // The failed check or renewal is repeated later. The next renewal comes after the shortest pause, because
             // the token is lost if it is not renewed in time. A check for waiting hosts is less urgent.
             Phase::Held(held) => {
-                held.check_others_at = held.check_others_at.max(now + RETRY.last());
+                let (shortest_pause, longest_pause) = (RETRY.first(), RETRY.last());
+                held.check_others_at = held.check_others_at.max(now + longest_pause);
                 held.renew_at = held
                     .renew_at
-                    .map(|renew_at| renew_at.max(now + RETRY.first()));
+                    .map(|renew_at| renew_at.max(now + shortest_pause));
             }
             Phase::Idle | Phase::Tokenless(_) => {}
         }

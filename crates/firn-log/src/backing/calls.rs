@@ -544,10 +544,7 @@ impl<B: Backing> Sharing for LogBacking<B> {
             }
             // The logs are copied to the plain file later, by the settling thread.
             FileUse::Written => {
-                descriptor
-                    .file
-                    .has_local_writer
-                    .store(false, Ordering::Release);
+                descriptor.file.clear_local_writer();
                 if descriptor.file.has_containers() {
                     self.settle_queue.add(&descriptor.file, &descriptor.inode);
                 }
@@ -555,10 +552,7 @@ impl<B: Backing> Sharing for LogBacking<B> {
             }
             // The logs are copied to the plain file now, as far as other hosts allow.
             FileUse::Finished => {
-                descriptor
-                    .file
-                    .has_local_writer
-                    .store(false, Ordering::Release);
+                descriptor.file.clear_local_writer();
                 self.finish_last_close(descriptor)
             }
         }
