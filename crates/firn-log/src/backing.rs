@@ -608,8 +608,8 @@ impl<B: Backing> LogBacking<B> {
     /// Refreshes a file at its open: reads what other hosts wrote before they closed the file (close-to-open
     /// consistency). Orders this host's next writes after those writes.
     ///
-    /// Fails if the file should have logs and they are missing. Errors are retried while the backing may not show the
-    /// latest changes of other hosts yet.
+    /// Fails if the file should have logs and they are missing. A refresh that fails is repeated while the backing may
+    /// not show the latest changes of other hosts yet.
     fn refresh_at_open(&self, descriptor: &LoggedDescriptor<B>) -> Result<()> {
         let context = self.context();
         let file = &descriptor.file;

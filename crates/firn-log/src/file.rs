@@ -1191,7 +1191,7 @@ impl<B: Backing> LoggedFile<B> {
     /// Replaces the head of a container (the link that says what lies below it) if it is damaged or missing.
     ///
     /// Returns true if no further work is needed: the head is replaced or was usable, or the container is gone. Returns
-    /// false, and changes nothing, if a host is writing to the container or is copying its bytes.
+    /// false, and leaves the head as it is, if a host is writing to the container or is copying its bytes.
     fn renew_head(
         &self,
         context: &LayoutContext<'_, B>,

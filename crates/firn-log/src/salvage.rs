@@ -206,8 +206,7 @@ impl<B: Backing> Lifecycle<'_, B> {
             reporter.add(LostPart::Seal)?;
         }
         self.report_losses(&indexes, &mut seal, &is_flat, reporter)?;
-        // An earlier salvage has given up the same parts already, or nothing is damaged and the container is not
-        // sealed.
+        // The stored seal already has all losses, or nothing is damaged and the container is not sealed.
         let is_same_seal = old_seal.is_some_and(|old_seal| old_seal == seal);
         let is_undamaged = stored_seal.is_none() && seal.lost.is_empty();
         if is_same_seal || is_undamaged {

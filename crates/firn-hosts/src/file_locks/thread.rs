@@ -722,8 +722,9 @@ impl<B: Backing> LockThread<B> {
             }
             self.publish_owners(key);
         }
-        // Close the remaining kept files, which releases what is locked in them. No program has a recorded lock there,
-        // for example because the earlier firnd died after it had locked bytes and before it had recorded the lock.
+        // Close the remaining kept files, which releases what is locked in them. The locks there could not be restored,
+        // or no program has a recorded lock there, for example because the earlier firnd died after it had locked bytes
+        // and before it had recorded the lock.
         for (ino, file) in &files_by_ino {
             self.close_file(file, *ino);
         }

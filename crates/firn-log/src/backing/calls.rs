@@ -320,8 +320,8 @@ impl<B: Backing> Files for LogBacking<B> {
 
     /// Changes the length of a file by an entry in the index of this host's log, or directly if the file has no logs.
     ///
-    /// [`Resize::Finish`] only asks about an earlier change that may have been interrupted by the death of firnd:
-    /// returns false if that change has not taken effect. In all other cases returns true.
+    /// For a file in logs, [`Resize::Finish`] only asks about an earlier change that may have been interrupted by the
+    /// death of firnd: returns false if that change has not taken effect. In all other cases returns true.
     fn resize(&self, file: &LogFile<B>, resize: Resize) -> Result<bool> {
         let Some(logged) = file.file_to_write(Errno::INVAL)? else {
             return self.below.resize(&file.below, resize);

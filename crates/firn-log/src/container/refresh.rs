@@ -253,7 +253,7 @@ impl<B: Backing> Container<B> {
     }
 
     /// Makes each of `tables` (sorted parts of an index) find and store where its last visible byte ends in the file,
-    /// so that the length of the file is known without a further read. Fails with `Damaged` if a block cannot be read.
+    /// so that the length of the file is known without a further read. Fails with `Damaged` if a block is damaged.
     ///
     /// The tables are not in use yet, so the cuts and growths that they contain are applied here to a copy of the known
     /// ones.

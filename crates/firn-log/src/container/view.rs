@@ -111,6 +111,10 @@ impl<B: Backing> View<B> {
         index.tables = index_tables;
         // The frames in the tables count as read.
         index.offset = index.offset.max(index.sorted_end());
+        debug_assert!(
+            index.sorted_end() <= index.offset,
+            "sorted frames are known"
+        );
         self.resolver.drop_changes_before(id, index.sorted_end());
         let all_tables = self
             .indexes

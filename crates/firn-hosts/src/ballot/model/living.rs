@@ -346,9 +346,7 @@ impl State {
     /// it must wait, or if the directory no longer has its name.
     fn choose_closing_step(&self, host: usize, dir: Dir) -> Option<Phase> {
         // A put would have no effect if the directory no longer had its name.
-        if self.dir(host).is_none() {
-            return None;
-        }
+        self.dir(host)?;
         let is_living = |other: &u8| {
             let is_dead = self.hosts[usize::from(*other)].phase == Phase::Crashed;
             usize::from(*other) != host && !is_dead
@@ -373,9 +371,7 @@ impl State {
             &Flattening,
         );
         // The host asks after the listing whether the directory still has its name.
-        if self.dir(host).is_none() {
-            return None;
-        }
+        self.dir(host)?;
         let pending = match action {
             Action::Claim(unit) => Pending::Claim(unit_number(&unit)),
             Action::Work(unit) => Pending::Work(unit_number(&unit)),
