@@ -73,7 +73,7 @@ impl From<EtcdError> for ServiceError {
 
 impl EtcdError {
     /// Returns whether the same request may succeed at another endpoint.
-    fn is_of_endpoint(&self) -> bool {
+    fn may_succeed_elsewhere(&self) -> bool {
         match self {
             Self::Unreached { .. } | Self::Garbled { .. } => true,
             Self::Refused { status, .. } => *status >= 500,
@@ -97,14 +97,17 @@ pub struct Client {
 impl Client {
     /// Creates a client for these endpoints, each `http://host:port`. Nothing is sent yet.
     ///
-    /// `wait` is how long a host waits for a token, the lock that lets one host at a time write to a server. A request
-    /// gets a third of it, at most 2 s. Fails if there is no endpoint, or one is not such an address.
-    pub fn new(endpoints: &[String], wait: Duration) -> Result<Self, EtcdError> {
+    /// Fails if there is no endpoint, or if one is not such an address.
+    ///
+    /// `token_wait` is how long a host waits for a token, the lock that lets one host at a time write to a server. Each
+    /// request may take a third of that time, at most 2 s.
+    pub fn new(endpoints: &[String], token_wait: Duration) -> Result<Self, EtcdError> {
         let mut checked_endpoints = Vec::with_capacity(endpoints.len());
         for endpoint in endpoints {
-            checked_endpoints.push(check_endpoint(endpoint)?);
+            checked_endpoints.push(normalize_endpoint(endpoint)?);
         }
         if checked_endpoints.is_empty() {
+            // There is no address to name, so the message reads "nothing is not an address of etcd".
             return Err(EtcdError::Endpoint {
                 endpoint: "nothing".into(),
                 why: "at least one endpoint is required".into(),
@@ -119,7 +122,7 @@ impl Client {
             agent: config.into(),
             endpoints: checked_endpoints,
             preferred: AtomicUsize::new(0),
-            timeout: (wait / REQUESTS_PER_WAIT).min(TIMEOUT_MAX),
+            timeout: (token_wait / REQUESTS_PER_WAIT).min(TIMEOUT_MAX),
         })
     }
 
@@ -131,8 +134,11 @@ impl Client {
         Ok(())
     }
 
-    /// Calls `method` of etcd: sends `request` to one endpoint after the other, until one answers. Begins with the one
-    /// that answered last. A refusal that another endpoint would repeat ends the call.
+    /// Calls `method` of etcd, and returns the decoded answer. Sends `request` to one endpoint after the other until
+    /// one answers, beginning with the endpoint that answered last.
+    ///
+    /// Fails at once with an error that every other endpoint would repeat, and otherwise with the last endpoint's
+    /// error.
     pub(super) fn call<T: DeserializeOwned>(
         &self,
         method: &str,
@@ -142,12 +148,12 @@ impl Client {
         let endpoint_count = self.endpoints.len();
         let first_index = self.preferred.load(Ordering::Relaxed);
         let mut result = self.call_endpoint(first_index, method, &body);
-        for distance in 1..endpoint_count {
-            let should_try_next = matches!(&result, Err(error) if error.is_of_endpoint());
+        for offset in 1..endpoint_count {
+            let should_try_next = matches!(&result, Err(error) if error.may_succeed_elsewhere());
             if !should_try_next {
                 break;
             }
-            let index = (first_index + distance) % endpoint_count;
+            let index = (first_index + offset) % endpoint_count;
             result = self.call_endpoint(index, method, &body);
             if result.is_ok() {
                 self.preferred.store(index, Ordering::Relaxed);
@@ -253,9 +259,9 @@ fn is_timeout(error: &std::io::Error) -> bool {
     error.kind() == ErrorKind::TimedOut || matches!(inner, Some(ureq::Error::Timeout(_)))
 }
 
-/// Checks that the address of an endpoint is `http://HOST:PORT`, and removes a slash at its end. A user name, a path
-/// and a query are errors.
-fn check_endpoint(endpoint: &str) -> Result<String, EtcdError> {
+/// Returns the address of an endpoint as `http://HOST:PORT`, without a slash at its end. Fails if the address has
+/// another form: a user name, a path and a query are errors.
+fn normalize_endpoint(endpoint: &str) -> Result<String, EtcdError> {
     let address_error = |why: &str| EtcdError::Endpoint {
         endpoint: endpoint.to_owned(),
         why: why.to_owned(),
@@ -269,11 +275,12 @@ fn check_endpoint(endpoint: &str) -> Result<String, EtcdError> {
             "it does not begin with http://, the only supported scheme",
         ));
     }
-    let has_user = uri
+    // The authority is the part `HOST:PORT`; a user name would come before an `@` in it.
+    let has_authority_without_user = uri
         .authority()
-        .is_none_or(|authority| authority.as_str().contains('@'));
+        .is_some_and(|authority| !authority.as_str().contains('@'));
     let has_host = uri.host().is_some_and(|host| !host.is_empty());
-    if has_user || !has_host || uri.port_u16().is_none() {
+    if !has_authority_without_user || !has_host || uri.port_u16().is_none() {
         return Err(address_error("http://HOST:PORT is expected"));
     }
     if !matches!(uri.path(), "" | "/") || uri.query().is_some() {

@@ -42,9 +42,9 @@ const WATCHES_PER_WAIT: u32 = 4;
 /// Maximum number of hosts of a queue that one request reads.
 const QUEUE_MAX: usize = 1000;
 /// Pause before the next request of a host that is not among the first [`QUEUE_MAX`] of the queue.
-const PAUSE_FAR_BEHIND: Duration = Duration::from_millis(500);
+const FAR_BEHIND_PAUSE: Duration = Duration::from_millis(500);
 /// Pause before the next request of a host whose key is gone because its lease ended.
-const PAUSE_LOST_PLACE: Duration = Duration::from_millis(50);
+const LOST_PLACE_PAUSE: Duration = Duration::from_millis(50);
 
 /// The token of one lane in etcd.
 pub struct EtcdService {
@@ -98,10 +98,15 @@ impl EtcdService {
                 return Ok(id);
             }
             // The lease has ended or is about to end. etcd then removes its keys, and this host loses its place.
-            self.lease = None;
-            self.key = None;
+            self.forget_lease();
         }
         self.request_lease()
+    }
+
+    /// Forgets the lease, and this host's key in the queue, which etcd removes when the lease ends.
+    fn forget_lease(&mut self) {
+        self.lease = None;
+        self.key = None;
     }
 
     /// Requests a new lease. Returns its id.
@@ -207,22 +212,24 @@ fn after_prefix(prefix: &str) -> String {
 }
 
 impl LockService for EtcdService {
-    /// Joins the queue for the token, the lock that lets one host write to a lane (an I/O server). Returns `Granted` if
-    /// this host is first. Otherwise waits, for a bounded time, until the key before this host's own key is removed.
+    /// Requests the token, the lock that lets one host write to a lane (an I/O server). Returns `Granted` if this host
+    /// is first in the queue of requests. Otherwise returns `Queued` with the holder and when to ask again.
     ///
-    /// Then returns `Granted` or this host's place in the queue; the caller asks again.
+    /// Adds this host to the queue if necessary. If another host is before it, waits first for a bounded time until
+    /// the key before this host's own key is removed.
     fn ask(&mut self) -> Result<TokenReply, ServiceError> {
         let lease = self.ensure_lease()?;
         let queue = self.join_queue(lease)?;
         let index = match self.index_in(&queue) {
             Some(0) => return Ok(TokenReply::Granted),
             Some(index) => index,
-            None if queue.is_cut => return Ok(queued_reply(&queue, PAUSE_FAR_BEHIND)),
+            // This host's key may follow after those that were read.
+            None if queue.is_truncated => return Ok(queued_reply(&queue, FAR_BEHIND_PAUSE)),
             None => {
-                // The lease ended between the two requests. The next request gets a new lease.
-                self.lease = None;
-                self.key = None;
-                return Ok(queued_reply(&queue, PAUSE_LOST_PLACE));
+                // The whole queue was read and lacks this host's key: the lease ended between the two requests. The
+                // next request gets a new lease.
+                self.forget_lease();
+                return Ok(queued_reply(&queue, LOST_PLACE_PAUSE));
             }
         };
         let member_before = &queue.members[index - 1];

@@ -120,7 +120,7 @@ pub(super) struct Queue {
     pub(super) revision: i64,
     pub(super) members: Vec<Member>,
     /// Whether the queue has more members than were read.
-    pub(super) is_cut: bool,
+    pub(super) is_truncated: bool,
 }
 
 #[derive(Debug, PartialEq, Eq)]
@@ -135,7 +135,7 @@ impl Ranged {
         Queue {
             revision: self.header.revision,
             members: self.kvs.iter().filter_map(KeyValue::to_member).collect(),
-            is_cut: self.more,
+            is_truncated: self.more,
         }
     }
 }

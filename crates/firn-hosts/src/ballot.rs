@@ -1,10 +1,15 @@
 //! Lets several hosts take one decision, which is the same for all of them, and share the work that follows from it.
 //! The hosts have only a directory in common, and any of them may die at any time.
 //!
+//! Example: hosts A and B change files in one transaction. A creates `in-A` and B creates `in-B`. The first host that
+//! creates `decision` decides for both, here to abort. A and B create `out-A` and `out-B`, and make no changes after
+//! that. B creates `claim-undo`, undoes the changes, and creates `done-undo`. Both leave (`left-A`, `left-B`), and one
+//! of them removes the directory.
+//!
 //! Terms
 //! * A *ballot* is one such decision, from the first host that joins to the removal of its directory.
-//! * A *participant* is a host that takes part in the decision. It counts until it leaves, even if it dies before
-//!   (*Kept*), or only while it is alive (*Living*). The caller chooses one of these two kinds.
+//! * A *participant* is a host that takes part in the decision. There are two kinds of ballots: the participants count
+//!   until they leave, even if they die before that (*Kept*), or only while they are alive (*Living*).
 //! * A *unit* is a part of the work, which one host does. Units are in *stages*, one after the other.
 //! * A *claim* gives a unit to one host.
 //! * A file is *put once* if the first host creates it and no host changes it.
@@ -12,14 +17,14 @@
 //! The hosts decide by creating these files in the directory:
 //!
 //! ```text
-//! in-HOST        the host takes part; the file holds what it brings
+//! in-HOST        the host takes part; the file holds data of that host for the decision
 //! closing        new participants are refused; put once
 //! decision       what was decided; put once
-//! out-HOST       the host changes nothing any more
+//! out-HOST       the host makes no more changes
 //! claim-UNIT     Kept: JSON with the host that does this unit, put once; Living: locked by that host
 //! done-UNIT      the unit is done, durably; put once
 //! left-HOST      the host has ended its part
-//! whole          locked by the host that does a unit that concerns the whole, or removes the directory
+//! whole          locked by the host that does a unit that excludes all other work, or removes the directory
 //! ```
 //!
 //! ```text
@@ -39,11 +44,10 @@
 //!
 //! Invariants (`ballot/model.rs` checks them in all interleavings of three hosts)
 //! * There is one decision, and it never changes. No unit of work begins before the decision.
-//! * `Kept`: take a host that joins and then looks, and a host that decides and then looks. Either the second sees
-//!   the first as a participant, or the first sees the decision.
-//! * `Living`: take a host that joins and then looks, and a host that puts `closing` and then looks. Either the
-//!   second sees the first as a participant, or the first sees `closing`. No living host is therefore part of what is
-//!   decided.
+//! * `Kept`: if one host joins while another decides, the joining host then sees the decision, or the deciding host
+//!   then sees the new participant.
+//! * `Living`: if one host joins while another puts `closing`, the joining host then sees `closing`, or the other host
+//!   then sees the new participant. A decision is therefore taken only without living participants.
 //! * With [`Plan::stops_first`], no participant changes anything once a unit of work has begun.
 //! * Two hosts never do the same unit at the same time. A unit is never begun again after it is done. A unit begins
 //!   only after all units of earlier stages are done. A [`Unit::Whole`] and the removal exclude all other work.
@@ -354,9 +358,9 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
     /// Does this host's share of the work that follows from a decision. Returns `Done` when the work of all hosts is
     /// done, and `Waits` when all that is left must be done by other hosts, or after them.
     ///
-    /// The work consists of units. A host claims a unit, so that no other host does it at the same time, and `work` then
-    /// does it. The unit may have been begun before, by an earlier process of this host or by another host that has
-    /// died.
+    /// The work consists of units. A host claims a unit, so that no other host does it at the same time, and `work`
+    /// then does it. The unit may have been begun before, by an earlier process of this host or by another host that
+    /// has died.
     pub fn carry_out<E: From<Errno>>(
         &self,
         mut work: impl FnMut(&Unit) -> Result<(), E>,

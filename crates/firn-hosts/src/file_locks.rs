@@ -202,7 +202,7 @@ pub struct LockSetup<B: Backing> {
 pub struct FileLocks {
     shared: Arc<Shared>,
     /// Whether a drop of this value releases all locks.
-    ends_with_drop: bool,
+    stops_on_drop: bool,
 }
 
 /// State that the requests share with the lock thread.
@@ -217,7 +217,7 @@ struct FileLocksState {
     /// Callbacks of requests that are not granted yet, by the number of their ticket.
     waiting: HashMap<u64, ResultCallback>,
     last_number: u64,
-    /// Owners of granted locks, by file and kind.
+    /// Programs that hold granted locks, by the locked file and the kind of lock. [`FileLocks::is_held`] reads them.
     holders: HashMap<LockFileKey, Vec<Owner>>,
     /// Whether the lock thread must end after the queued jobs.
     is_stopping: bool,
@@ -240,9 +240,12 @@ impl LockRequestId {
 }
 
 impl FileLocks {
-    /// Starts the thread that makes all lock calls of the backing, for programs of this host. `setup` has the locks of
-    /// an earlier firnd, the process that served the mount; the thread takes them over. With a [`LockKeeping`], the
-    /// locks also outlive the returned value.
+    /// Starts the service that locks files for programs of this host. One new thread makes all its lock calls of the
+    /// backing. Fails if the thread cannot be started.
+    ///
+    /// The service also continues the locks in `setup.kept`, which firnd, the process that serves the mount, held
+    /// before it was restarted. With a [`LockKeeping`], the locks outlive the returned value; otherwise a drop of the
+    /// value releases them.
     pub fn start<B: Backing + 'static>(setup: LockSetup<B>) -> io::Result<Arc<Self>> {
         let mut holders = HashMap::new();
         for (key, locks) in &setup.kept.locks {
@@ -252,7 +255,7 @@ impl FileLocks {
             holders,
             ..FileLocksState::default()
         };
-        let ends_with_drop = setup.keeping.is_none();
+        let stops_on_drop = setup.keeping.is_none();
         let shared = Arc::new(Shared {
             state: Mutex::new(state),
             changed: Condvar::new(),
@@ -263,7 +266,7 @@ impl FileLocks {
             .spawn(move || thread.run())?;
         Ok(Arc::new(Self {
             shared,
-            ends_with_drop,
+            stops_on_drop,
         }))
     }
 
@@ -279,7 +282,7 @@ impl FileLocks {
                 state: Mutex::new(state),
                 changed: Condvar::new(),
             }),
-            ends_with_drop: true,
+            stops_on_drop: true,
         })
     }
 
@@ -362,7 +365,7 @@ impl FileLocks {
 
 impl Drop for FileLocks {
     fn drop(&mut self) {
-        if self.ends_with_drop {
+        if self.stops_on_drop {
             self.shared.state.lock().is_stopping = true;
             self.shared.changed.notify_all();
         }

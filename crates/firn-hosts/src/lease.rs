@@ -17,10 +17,11 @@
 //!
 //! Invariants
 //! * Only the holder writes the record, and always completely: [`RECORD_BYTES`] bytes in one write.
-//! * The record lists a use before the host begins with that use. The use stays listed as long as the host has the
-//!   lease.
-//! * A lease that was not released is taken at once if this kernel also kept the lock of the last holder (same boot,
-//!   same device). Otherwise the lease is taken after its counter has not changed for [`STALE_AFTER`].
+//! * The record lists a purpose before the host begins to use the backing for it. The purpose stays listed as long as
+//!   the host has the lease.
+//! * A lease that was not released is taken at once if its last holder ran on this kernel (same boot, same device):
+//!   this kernel frees the lock only when the holder's process ends. Otherwise the lease is taken after its counter has
+//!   not changed for [`STALE_AFTER`].
 
 use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;
@@ -37,18 +38,19 @@ pub const LEASE_VERSION: u32 = 3;
 /// Name of the lease file in the directory of a host.
 pub(crate) const LEASE: &str = "lease";
 /// Time between two heartbeats of a holder that shares transactions with other hosts.
-const BEAT_EVERY: Duration = Duration::from_secs(1);
+const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
 /// Time between two heartbeats of all other holders. It is longer because the hosts share a disk, and each heartbeat is
 /// a sync.
-const BEAT_SELDOM_EVERY: Duration = Duration::from_secs(2);
+const SLOW_HEARTBEAT_INTERVAL: Duration = Duration::from_secs(2);
 /// If the counter of a lease has not changed for this long and the lock is free, the holder is dead.
 pub const STALE_AFTER: Duration = Duration::from_secs(5);
-/// The same limit for a host that writes its files to logs and has a lock that proves nothing. It is longer, and late
-/// writes of such a host go to new logs (the next generation), because the old ones may be merged into the file.
+/// The same limit, longer, for a host that writes its files to logs, if a free lock does not prove its death. Other
+/// hosts may merge the logs of a dead host into the plain file. If the host was only slow, its later writes go to new
+/// logs.
 const LOGS_STALE_AFTER: Duration = Duration::from_secs(30);
-const _: () = assert!(BEAT_SELDOM_EVERY.as_millis() * 2 < STALE_AFTER.as_millis());
+const _: () = assert!(SLOW_HEARTBEAT_INTERVAL.as_millis() * 2 < STALE_AFTER.as_millis());
 /// Time between two reads of the counter while a host waits for [`STALE_AFTER`].
-const LOOK_EVERY: Duration = Duration::from_millis(500);
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// Size of the record in bytes: checksum, JSON, spaces, newline. The size is one block of most file systems, so a
 /// heartbeat writes one block.
 const RECORD_BYTES: usize = 4096;
@@ -100,8 +102,8 @@ impl LeaseUse {
     /// Returns the time between two heartbeats that this use requires.
     fn heartbeat_interval(self) -> Duration {
         match self {
-            Self::Transactions => BEAT_EVERY,
-            Self::Tokens | Self::Lanes | Self::Logs => BEAT_SELDOM_EVERY,
+            Self::Transactions => HEARTBEAT_INTERVAL,
+            Self::Tokens | Self::Lanes | Self::Logs => SLOW_HEARTBEAT_INTERVAL,
         }
     }
 
@@ -295,9 +297,11 @@ impl<B: Backing> Lease<B> {
     /// Takes the lease in `dir`, the directory of a host, for one purpose. The lease is a locked file whose record
     /// changes with each heartbeat; it shows that the host is alive.
     ///
-    /// Fails with [`LeaseError::Held`] if another process has locked it. Fails with [`LeaseError::Unreached`] if the
-    /// lock is free here although the holder's heartbeat goes on. `sleep` must wait for the given time. It is called
-    /// only if a holder that did not release the lease may still be alive.
+    /// Fails with [`LeaseError::Held`] if another process has locked it. Fails with [`LeaseError::Unreached`] if this
+    /// host could lock it, and the holder still writes heartbeats: locks then do not exclude other hosts.
+    ///
+    /// `sleep` must wait for the given time. It is called only if a holder that did not release the lease may still be
+    /// alive.
     pub fn acquire(
         base: &B,
         dir: &B::Inode,
@@ -323,10 +327,12 @@ impl<B: Backing> Lease<B> {
         {
             // The holder may be alive although its lock is free here.
             let watched = WatchedLease {
+                // There is only one lease to watch, so it needs no name.
                 lease: (),
                 first_heartbeat: last_heartbeat,
             };
-            let living = find_living(&[watched], sleep, &mut |()| Heartbeat::read(base, dir))?;
+            let living =
+                wait_for_heartbeat(&[watched], sleep, &mut |()| Heartbeat::read(base, dir))?;
             if let Some(heartbeat) = living {
                 let holder = heartbeat.holder();
                 return Err(LeaseError::Unreached { holder });
@@ -342,10 +348,11 @@ impl<B: Backing> Lease<B> {
         Ok(lease)
     }
 
-    /// Resumes the lease of an earlier process of the same host. `kept_file` is that process's open lease file, whose
-    /// lock has outlived the process. The acquisition and its uses stay, so other hosts see no gap.
+    /// Resumes the lease of an earlier process of the same host, and adds `purpose` to its purposes. To other hosts it
+    /// is the same lease: its acquisition id and its earlier purposes remain.
     ///
-    /// Returns `None` if `kept_file` is not the lease file in `dir`, or another process has locked the file.
+    /// `kept_file` is the earlier process's open lease file; its lock has outlived that process. Returns `None` if it is
+    /// not the lease file in `dir`, or another process has locked the file.
     pub fn resume(
         base: &B,
         dir: &B::Inode,
@@ -420,7 +427,7 @@ impl<B: Backing> Lease<B> {
             .iter()
             .map(|purpose| purpose.heartbeat_interval())
             .min()
-            .unwrap_or(BEAT_SELDOM_EVERY)
+            .unwrap_or(SLOW_HEARTBEAT_INTERVAL)
     }
 
     /// Releases the lease and records that, so that the next holder need not wait. `report` remains in the record.
@@ -459,7 +466,8 @@ impl<B: Backing> Lease<B> {
     /// Writes the record durably to the lease file.
     fn write(&mut self, base: &B) -> Result<(), LeaseError> {
         own::write_all(base, &self.file, &encode(&self.record)?, 0)?;
-        Ok(base.sync(&self.file, true)?)
+        let is_data_only = true;
+        Ok(base.sync(&self.file, is_data_only)?)
     }
 }
 
@@ -510,8 +518,8 @@ fn try_lock_lease<B: Backing>(base: &B, dir: &B::Inode) -> Result<LockResult<B::
     lock_lease_file(base, dir, file)
 }
 
-/// Tries once to lock an open lease file, whose lock shows that a host is alive. The result is `Replaced` if the name
-/// no longer leads to the locked file, for then the lock excludes no process.
+/// Tries once to lock an open lease file; the lock shows that a host is alive. Returns `Replaced` if another file has
+/// its name by now: a lock of the old file excludes no process.
 fn lock_lease_file<B: Backing>(
     base: &B,
     dir: &B::Inode,
@@ -524,7 +532,7 @@ fn lock_lease_file<B: Backing>(
         return Ok(LockResult::Held);
     }
     let locked_ino = base.attr_of_file(&file)?.ino;
-    if own::leads_to(base, dir, LEASE, locked_ino)? {
+    if own::name_refers_to(base, dir, LEASE, locked_ino)? {
         Ok(LockResult::Locked(file))
     } else {
         Ok(LockResult::Replaced)
@@ -539,12 +547,12 @@ pub(crate) struct WatchedLease<K> {
     pub(crate) first_heartbeat: Heartbeat,
 }
 
-/// Watches leases, which show that hosts are alive, for [`STALE_AFTER`]. A living holder rewrites its lease at
-/// intervals (a heartbeat). `read` reads the present heartbeat of a lease.
+/// Waits until one of the watched leases gets a new heartbeat, which proves that its holder is alive, and returns it.
+/// Returns `None` if no lease got one within [`STALE_AFTER`]. A change that only releases the lease does not count.
 ///
-/// Returns the first heartbeat that has changed and is not a release. Returns `None` if the heartbeats of all leases
-/// stay as they were.
-pub(crate) fn find_living<K>(
+/// `read` reads the present heartbeat of a lease; `K` is the caller's name for a lease. `sleep` must wait for the
+/// given time.
+pub(crate) fn wait_for_heartbeat<K>(
     watched: &[WatchedLease<K>],
     sleep: &mut dyn FnMut(Duration),
     read: &mut dyn FnMut(&K) -> Result<Option<Heartbeat>, OwnError>,
@@ -552,9 +560,9 @@ pub(crate) fn find_living<K>(
     if watched.is_empty() {
         return Ok(None);
     }
-    let read_count = STALE_AFTER.as_millis() / LOOK_EVERY.as_millis();
+    let read_count = STALE_AFTER.as_millis() / POLL_INTERVAL.as_millis();
     for _ in 0..read_count {
-        sleep(LOOK_EVERY);
+        sleep(POLL_INTERVAL);
         for WatchedLease {
             lease,
             first_heartbeat,

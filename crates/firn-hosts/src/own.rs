@@ -81,14 +81,14 @@ pub enum OwnError {
 }
 
 impl OwnError {
-    /// Puts the directory `dir` before the name in the error, so that the message shows the path. An error of the
-    /// backing has no name and stays as it is.
+    /// Returns the error with `dir/` before the name in it, so that the message shows the path. An error of the backing
+    /// has no name and stays as it is.
     #[must_use]
     pub fn below(self, dir: &str) -> Self {
-        let below_dir = |name: String| format!("{dir}/{name}");
+        let path_of = |name: String| format!("{dir}/{name}");
         match self {
             Self::Distrusted { name, why } => Self::Distrusted {
-                name: below_dir(name),
+                name: path_of(name),
                 why,
             },
             Self::TooLong {
@@ -96,12 +96,12 @@ impl OwnError {
                 bytes,
                 bytes_max,
             } => Self::TooLong {
-                name: below_dir(name),
+                name: path_of(name),
                 bytes,
                 bytes_max,
             },
             Self::EarlierVersion { name } => Self::EarlierVersion {
-                name: below_dir(name),
+                name: path_of(name),
             },
             Self::Backing(errno) => Self::Backing(errno),
         }
@@ -342,7 +342,7 @@ pub fn find<B: Backing>(
 }
 
 /// Returns whether `name` in `parent` leads to the object with this inode number.
-pub(crate) fn leads_to<B: Backing>(
+pub(crate) fn name_refers_to<B: Backing>(
     base: &B,
     parent: &B::Inode,
     name: &str,
@@ -357,7 +357,8 @@ pub fn new_name(name: &str) -> String {
     format!("{name}.new")
 }
 
-/// Creates a file with these bytes under its temporary name ([`new_name`]). The content is durable; the name is not.
+/// Creates a file with these bytes under the temporary name of `name` ([`new_name`]). The content is durable; the name
+/// is not. Fails with FBIG if there are more than [`FILE_BYTES_MAX`] bytes.
 pub fn write_new_file<B: Backing>(
     base: &B,
     parent: &B::Inode,
@@ -368,16 +369,17 @@ pub fn write_new_file<B: Backing>(
     if bytes.len() as u64 > FILE_BYTES_MAX {
         return Err(Errno::FBIG);
     }
-    let temporary_name = new_name(name);
-    let temporary_name = OsStr::new(&temporary_name);
+    let temporary = new_name(name);
+    let temporary_name = OsStr::new(&temporary);
     // An earlier process may have left an incomplete file.
     if find(base, parent, temporary_name)?.is_some() {
         base.unlink(parent, temporary_name)?;
     }
     let (_, file, _) = base.create(&own_caller(), parent, temporary_name, FILE_MODE)?;
     write_all(base, &file, bytes, 0)?;
-    let data_only = false;
-    base.sync(&file, data_only)
+    // Sync the length and the other metadata too, not only the data.
+    let is_data_only = false;
+    base.sync(&file, is_data_only)
 }
 
 /// Writes all bytes at `offset`, with as many pwrite(2) calls as necessary.
@@ -468,8 +470,8 @@ pub fn clear<B: Backing>(base: &B, dir: &B::Inode) -> Result<(), Errno> {
     clear_but(base, dir, &|_| false)
 }
 
-/// Removes everything in a directory recursively, except the entries of `dir` whose names `is_kept` accepts. The kept
-/// entries stay with all that is below them. Stops at the first error.
+/// Removes the contents of `dir` recursively, except its entries whose names `is_kept` accepts. A kept directory
+/// remains with its contents. Stops at the first error.
 pub fn clear_but<B: Backing>(
     base: &B,
     dir: &B::Inode,
@@ -488,7 +490,7 @@ pub fn clear_but<B: Backing>(
         if kind == Kind::Dir {
             let (subdir, _attr) = base.lookup(dir, name)?;
             clear(base, &subdir)?;
-            // The directory is removed while it is not open here.
+            // Close the directory before its removal.
             drop(subdir);
             base.rmdir(dir, name)?;
         } else {

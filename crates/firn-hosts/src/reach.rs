@@ -19,7 +19,7 @@ use std::time::Duration;
 use firn_backing::{Backing, Errno, LockMode};
 
 use crate::host_dir::{host_dir_name, list_hosts_in};
-use crate::lease::{Heartbeat, Holder, Lease, WatchedLease, find_living};
+use crate::lease::{Heartbeat, Holder, Lease, WatchedLease, wait_for_heartbeat};
 use crate::own::{self, OwnError, TOP};
 
 /// Prefix of the name of the file that is locked for the check; the host's name follows.
@@ -121,11 +121,11 @@ pub fn check_two_files<B: Backing>(
     Err(ReachError::NotReleased)
 }
 
-/// Checks that no lease of another host has a free lock while the heartbeat counter of its holder grows. A lease is a
-/// file that a living host keeps locked and rewrites at intervals. Fails with [`ReachError::StaysOnHost`] if there is
-/// one; then locks do not exclude other hosts.
+/// Checks that the locks of other living hosts exclude this one, by their leases: files that a living host keeps locked
+/// and rewrites with heartbeats. Fails with [`ReachError::StaysOnHost`] if this host could lock a lease, and its holder
+/// still writes heartbeats.
 ///
-/// A lease with a free lock is doubtful if its holder may be alive all the same. All doubtful leases are watched
+/// A lease is suspect if it is not locked and its holder may nevertheless be alive. All suspect leases are watched
 /// together.
 fn check_other_hosts<B: Backing>(
     base: &B,
@@ -134,7 +134,7 @@ fn check_other_hosts<B: Backing>(
     sleep: &mut dyn FnMut(Duration),
 ) -> Result<(), ReachError> {
     let device = base.attr(top)?.dev;
-    let mut doubtful_leases = Vec::new();
+    let mut suspect_leases = Vec::new();
     for host in list_hosts_in(base, top)? {
         if host == me.host {
             continue;
@@ -151,14 +151,14 @@ fn check_other_hosts<B: Backing>(
         if !first_heartbeat.does_free_lock_prove_end(&me.boot, device)
             && !Lease::is_held(base, &host_dir)?
         {
-            doubtful_leases.push(WatchedLease {
+            suspect_leases.push(WatchedLease {
                 lease: host_dir,
                 first_heartbeat,
             });
         }
     }
     let read_heartbeat = &mut |host_dir: &B::Inode| Heartbeat::read(base, host_dir);
-    let Some(heartbeat) = find_living(&doubtful_leases, sleep, read_heartbeat)? else {
+    let Some(heartbeat) = wait_for_heartbeat(&suspect_leases, sleep, read_heartbeat)? else {
         return Ok(());
     };
     let host = match heartbeat.holder() {

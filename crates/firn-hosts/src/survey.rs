@@ -8,25 +8,26 @@
 //! * With each *heartbeat*, firnd rewrites its lease with a higher count.
 //! * A heartbeat is *young* if it is at most a few seconds old ([`STALE_AFTER`]), and *old* otherwise.
 //!
-//! | lock of the lease | heartbeat | the host is |
-//! |---|---|---|
-//! | held | young | alive |
-//! | held | old | silent |
-//! | free | lease released | left |
-//! | free | same kernel, or very old | dead |
-//! | free | young | alive: the lock may not reach |
-//! | free | old, and locks reach | dead |
-//! | free | old | silent: dead, stopped or delayed |
+//! | lock of the lease | heartbeat | other evidence | the host is |
+//! |---|---|---|---|
+//! | held | young | | alive |
+//! | held | old | | silent |
+//! | free | any | the record says that the lease was released | left |
+//! | free | any | the host ran on this kernel, so its lock would be visible | dead |
+//! | free | young | | alive: its lock may not be visible here |
+//! | free | old | locks of other kernels are visible here | dead |
+//! | free | older than the limit for the host's purposes | | dead |
+//! | free | old | | silent: dead, stopped or delayed |
 //!
-//! Locks reach this host if it sees the lock of a host that runs another kernel. In that case the survey trusts the
-//! locks of all hosts.
+//! For a free lock, the first row that fits applies. Locks of other kernels count as visible if this host sees at least
+//! one: the survey then trusts the locks of all hosts.
 //!
 //! Promises
 //! * No clock of a host is compared with the clock of another host. The age of a heartbeat is the age of its file, by
 //!   the clock that stamps files. The survey reads that clock by creating a probe file. A process that may not create a
 //!   file compares with the youngest heartbeat instead, which gives a lower bound of the age.
 //! * A heartbeat that changes during the survey proves that its host is alive, whatever the file times say
-//!   ([`LOOK_AGAIN_FOR`]).
+//!   ([`RECHECK_TIMEOUT`]).
 //! * The reports of hosts are only shown to people; no part of Firn acts on a survey.
 //! * The survey leaves nothing in the backing.
 
@@ -45,8 +46,8 @@ use crate::terms::{Terms, read_current_terms};
 /// Prefix of the name of the probe file whose time is compared; the process id follows.
 const PROBE: &str = "probe-time-";
 /// How long the survey watches leases whose heartbeats seem old.
-pub const LOOK_AGAIN_FOR: Duration = Duration::from_millis(800);
-const WATCH_EVERY: Duration = Duration::from_millis(100);
+pub const RECHECK_TIMEOUT: Duration = Duration::from_millis(800);
+const RECHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// Maximum number of attempts to read a record that its holder is writing.
 const READ_TRIES: usize = 4;
 const READ_RETRY_PAUSE: Duration = Duration::from_millis(5);
@@ -129,10 +130,11 @@ struct ExaminedLease<B: Backing> {
     dir: B::Inode,
     heartbeat: Heartbeat,
     is_locked: bool,
-    /// A free lock proves that the holder is gone ([`Heartbeat::does_free_lock_prove_end`]).
-    is_settled: bool,
+    /// Whether the holder is certainly gone if the lease is not locked ([`Heartbeat::does_free_lock_prove_end`]).
+    is_gone_if_unlocked: bool,
     /// Modification time of the lease file in nanoseconds, by the clock that stamps files.
     heartbeat_time_ns: i128,
+    /// The mount options that the host published under this lease.
     terms: Terms,
 }
 
@@ -141,7 +143,7 @@ struct ExaminedLease<B: Backing> {
 /// survey goes on.
 ///
 /// `boot` is the boot id of this host ([`Holder::boot`]). `sleep` must wait for the given time. The waits while old
-/// heartbeats are watched add up to at most `LOOK_AGAIN_FOR`; each record that is being written adds up to 15 ms.
+/// heartbeats are watched add up to at most `RECHECK_TIMEOUT`; each record that is being written adds up to 15 ms.
 pub fn survey<B: Backing>(
     base: &B,
     boot: &str,
@@ -168,25 +170,30 @@ pub fn survey<B: Backing>(
     let clock = Clock::read(base, &leases)?;
     let has_young_heartbeat =
         |lease: &ExaminedLease<B>| clock.age(lease).is_some_and(|age| age < STALE_AFTER);
-    // A host is doubtful if neither its lock nor the age of its heartbeat shows whether it lives.
+    // A host is doubtful if neither its lock nor the age of its heartbeat shows whether it lives. Doubtful hosts are
+    // watched for a while: a heartbeat that changes meanwhile proves life.
     let doubtful: Vec<&ExaminedLease<B>> = leases
         .iter()
         .filter(|lease| {
-            !lease.heartbeat.is_released() && !lease.is_dead() && !has_young_heartbeat(lease)
+            !lease.heartbeat.is_released()
+                && !lease.lock_proves_death()
+                && !has_young_heartbeat(lease)
         })
         .collect();
     let hosts_with_heartbeat = find_hosts_with_heartbeat(base, &doubtful, sleep);
-    let do_locks_reach = do_locks_reach(&leases, boot);
+    let are_locks_visible = are_remote_locks_visible(&leases, boot);
     survey.hosts = leases
         .into_iter()
-        .map(|lease| lease.into_host_seen(&clock, &hosts_with_heartbeat, do_locks_reach))
+        .map(|lease| lease.into_surveyed_host(&clock, &hosts_with_heartbeat, are_locks_visible))
         .collect();
     Ok(survey)
 }
 
 /// Examines the lease of one host, a file that the host keeps locked while it is alive. Returns `None` if the host has
-/// none, or removed it meanwhile. `boot` is the boot id of the examining host; with it, a lock of this kernel is
-/// recognized.
+/// none, or removed it meanwhile.
+///
+/// `boot` is the boot id of the kernel on which the survey runs. If the lease's record has the same id, this kernel
+/// would show the host's lock, so a free lock proves that the host is gone.
 fn examine_lease<B: Backing>(
     base: &B,
     host: &str,
@@ -209,17 +216,14 @@ fn examine_lease<B: Backing>(
     let Some((_, attr)) = own::find(base, &dir, OsStr::new(LEASE))? else {
         return Ok(None);
     };
-    // Whether a free lock settles it: the holder released the lease, or the lock was in this kernel, which frees it at
-    // the holder's death.
-    let is_settled = heartbeat.does_free_lock_prove_end(boot, base.attr(&dir)?.dev);
-    // The terms are the mount options that the holder published under this lease. An earlier lease's terms do not
-    // count.
+    let is_gone_if_unlocked = heartbeat.does_free_lock_prove_end(boot, base.attr(&dir)?.dev);
+    // Terms are the mount options that the holder published. Those of an earlier lease do not count.
     let terms = read_current_terms(base, &dir, &heartbeat)?.unwrap_or_default();
     Ok(Some(ExaminedLease {
         host: host.to_owned(),
         dir,
         is_locked,
-        is_settled,
+        is_gone_if_unlocked,
         heartbeat_time_ns: nanoseconds(attr.mtime),
         terms,
         heartbeat,
@@ -251,7 +255,7 @@ fn read_complete_heartbeat<B: Backing>(
 }
 
 /// Returns whether the lock of a host that runs another kernel is visible on this host.
-fn do_locks_reach<B: Backing>(leases: &[ExaminedLease<B>], boot: &str) -> bool {
+fn are_remote_locks_visible<B: Backing>(leases: &[ExaminedLease<B>], boot: &str) -> bool {
     let has_other_kernel = |lease: &ExaminedLease<B>| {
         let holder = lease.heartbeat.holder();
         holder.is_some_and(|holder| holder.boot != boot)
@@ -261,7 +265,7 @@ fn do_locks_reach<B: Backing>(leases: &[ExaminedLease<B>], boot: &str) -> bool {
         .any(|lease| lease.is_locked && has_other_kernel(lease))
 }
 
-/// Watches leases whose heartbeats seem old, for [`LOOK_AGAIN_FOR`], and returns the hosts whose heartbeats change.
+/// Watches leases whose heartbeats seem old, for [`RECHECK_TIMEOUT`], and returns the hosts whose heartbeats change.
 /// Such a host is alive, whatever the file times say. Ends early when all have changed.
 fn find_hosts_with_heartbeat<B: Backing>(
     base: &B,
@@ -269,12 +273,12 @@ fn find_hosts_with_heartbeat<B: Backing>(
     sleep: &mut dyn FnMut(Duration),
 ) -> BTreeSet<String> {
     let mut hosts_with_heartbeat = BTreeSet::new();
-    let read_count = LOOK_AGAIN_FOR.as_millis() / WATCH_EVERY.as_millis();
+    let read_count = RECHECK_TIMEOUT.as_millis() / RECHECK_INTERVAL.as_millis();
     for _ in 0..read_count {
         if hosts_with_heartbeat.len() == doubtful.len() {
             break;
         }
-        sleep(WATCH_EVERY);
+        sleep(RECHECK_INTERVAL);
         for lease in doubtful {
             // A lease that cannot be read proves nothing, so the error is ignored.
             let present_heartbeat = Heartbeat::read(base, &lease.dir).ok().flatten();
@@ -293,9 +297,9 @@ struct Verdict {
 }
 
 impl<B: Backing> ExaminedLease<B> {
-    /// Returns whether the free lock alone proves that the holder died.
-    fn is_dead(&self) -> bool {
-        !self.is_locked && self.is_settled && !self.heartbeat.is_released()
+    /// Returns whether the free lock alone proves that the holder died without releasing the lease.
+    fn lock_proves_death(&self) -> bool {
+        !self.is_locked && self.is_gone_if_unlocked && !self.heartbeat.is_released()
     }
 
     /// Returns how long the heartbeat counts as a sign of life if the lock proves nothing: the longest time of all its
@@ -313,13 +317,13 @@ impl<B: Backing> ExaminedLease<B> {
     /// Decides whether the host of this lease lives, from its lock and from the age of its last heartbeat. The table in
     /// the head of this file has all cases.
     ///
-    /// `hosts_with_heartbeat` are the hosts whose heartbeats changed while they were watched. `do_locks_reach` says
-    /// whether locks of other hosts are visible on this one.
-    fn judge(
+    /// `hosts_with_heartbeat` are the hosts whose heartbeats changed while they were watched.
+    /// `are_remote_locks_visible` says whether locks of other kernels are visible on this host.
+    fn decide_life(
         &self,
         clock: &Clock,
         hosts_with_heartbeat: &BTreeSet<String>,
-        do_locks_reach: bool,
+        are_remote_locks_visible: bool,
     ) -> Verdict {
         let verdict = |life, evidence| Verdict { life, evidence };
         if self.heartbeat.is_released() && !self.is_locked {
@@ -328,7 +332,7 @@ impl<B: Backing> ExaminedLease<B> {
         if hosts_with_heartbeat.contains(&self.host) {
             return verdict(Life::Alive, Evidence::Beat);
         }
-        if self.is_dead() {
+        if self.lock_proves_death() {
             return verdict(Life::Dead, Evidence::Lock);
         }
         let Some(age) = clock.age(self) else {
@@ -340,7 +344,7 @@ impl<B: Backing> ExaminedLease<B> {
         } else if self.is_locked {
             // The process exists, because it holds the lock, but it is stopped or its backing hangs.
             verdict(Life::Silent, clock.evidence)
-        } else if do_locks_reach {
+        } else if are_remote_locks_visible {
             // This host would see the lock of a living one.
             verdict(Life::Dead, Evidence::Lock)
         } else if age < self.stale_after() {
@@ -350,15 +354,16 @@ impl<B: Backing> ExaminedLease<B> {
         }
     }
 
-    /// Returns what is known of the lease's host: whether it lives, by what evidence, and what it reports. The
-    /// parameters are those of [`Self::judge`].
-    fn into_host_seen(
+    /// Returns what the survey shows of this lease's host: its state, the evidence for the state, and its report.
+    /// Decides the state by [`Self::decide_life`], which has the same parameters.
+    fn into_surveyed_host(
         self,
         clock: &Clock,
         hosts_with_heartbeat: &BTreeSet<String>,
-        do_locks_reach: bool,
+        are_remote_locks_visible: bool,
     ) -> SurveyedHost {
-        let Verdict { life, evidence } = self.judge(clock, hosts_with_heartbeat, do_locks_reach);
+        let Verdict { life, evidence } =
+            self.decide_life(clock, hosts_with_heartbeat, are_remote_locks_visible);
         let heartbeat_age = if evidence == Evidence::Beat {
             // The heartbeat has changed during the survey.
             Some(Duration::ZERO)

@@ -4,15 +4,15 @@
 //! the others.
 //!
 //! ```text
-//! host-A/  lease    A is alive
-//!          terms    number of that lease's acquisition, and {"layout":"log","tokens":"flock",…}
+//! host-A/  lease    A is alive; has the acquisition id
+//!          terms    the same acquisition id, and the mount options {"layout":"log","tokens":"flock",…}
 //! ```
 //!
 //! Promises
 //! * If two hosts start at the same time, at least one of them sees the other, because each host publishes its terms
 //!   before it reads.
-//! * The terms of a dead host do not count. Terms have the random number that the holder drew when it acquired the
-//!   lease. They count only while the lease has the same number, and is held or its count grows.
+//! * The terms of a dead host do not count. The *acquisition id* is a random number that a host draws when it acquires
+//!   the lease. Terms count only while the lease has the same id, and is held or its count grows.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -34,7 +34,7 @@ pub type Terms = BTreeMap<String, String>;
 /// Content of a host's file [`TERMS`].
 #[derive(Debug, Serialize, Deserialize)]
 struct StoredTerms {
-    /// The holder's [`Lease::acquisition_id`].
+    /// The holder's [`Lease::acquisition_id`]. In the file the id has an older name, `holding`.
     #[serde(rename = "holding")]
     acquisition_id: u64,
     terms: Terms,
@@ -64,10 +64,11 @@ pub fn publish_terms<B: Backing>(
     own::replace_file(base, dir, TERMS, &bytes)
 }
 
-/// Reads the terms of a host, the mount options that hosts compare. `dir` is the host's directory. They count only if
-/// the host wrote them since it acquired the lease of which `heartbeat` is a heartbeat.
+/// Returns the terms of a host, the mount options that hosts compare, if the host wrote them under the lease that
+/// `heartbeat` belongs to. `dir` is the host's directory.
 ///
-/// Returns `None` if there is no such file, if the file is unreadable, or if it was written under an earlier lease.
+/// Returns `None` if there is no such file, if its content is damaged, or if it was written under an earlier lease.
+/// The host then counts as one that has not published its terms yet.
 pub(crate) fn read_current_terms<B: Backing>(
     base: &B,
     dir: &B::Inode,
@@ -76,6 +77,7 @@ pub(crate) fn read_current_terms<B: Backing>(
     let Some(bytes) = own::read_file_at_most(base, dir, TERMS, TERMS_BYTES_MAX)? else {
         return Ok(None);
     };
+    // A damaged file counts as absent.
     let Ok(stored) = serde_json::from_slice::<StoredTerms>(&bytes) else {
         return Ok(None);
     };
@@ -123,7 +125,10 @@ impl PeerWatch {
     }
 
     /// Returns the other living hosts, sorted by name, with their terms: the mount options that hosts compare. A host
-    /// without current terms is left out. A host that may be alive only sets `has_undecided`; a later call decides.
+    /// without current terms is left out.
+    ///
+    /// If it is unknown yet whether a host is alive, `has_undecided` is true and the host is left out. The caller then
+    /// calls this again after [`STALE_AFTER`](crate::STALE_AFTER), when a living host has written a new heartbeat.
     pub fn find_living<B: Backing>(&mut self, base: &B) -> Result<Peers, OwnError> {
         let mut peers = Peers::default();
         let mut hosts = list_hosts(base)?;
@@ -136,7 +141,8 @@ impl PeerWatch {
             let Some(heartbeat) = Heartbeat::read(base, &dir)? else {
                 continue;
             };
-            // A host publishes its terms before it reads those of others, so one without current terms has not begun.
+            // A host publishes its terms before it reads those of others. A host without current terms has read none
+            // yet, so it will see those of this host.
             let Some(terms) = read_current_terms(base, &dir, &heartbeat)? else {
                 continue;
             };

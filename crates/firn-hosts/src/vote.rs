@@ -1,6 +1,7 @@
-//! A directory through which hosts take one decision together: a commit, a choice, a removal.
+//! A directory through which several hosts agree: the first host that creates a file of a name decides its content for
+//! all hosts. Examples are whether to commit a transaction, and the name of a lock.
 //!
-//! To *put* a file is to create it durably under a name that did not exist.
+//! To *put* a file is to create it durably with all of its content, if no file of that name exists yet.
 //!
 //! ```text
 //! NAME                     put once by one host; its content counts for all hosts
@@ -25,9 +26,9 @@ use serde::de::DeserializeOwned;
 use crate::own::{self, OwnError, own_caller};
 
 /// Prefix of files that do not have their final name yet.
-const PUT: &str = "put-";
+const PUT_PREFIX: &str = "put-";
 /// Prefix of a directory that is being removed.
-const RETIRED: &str = "over-";
+const REMOVED_PREFIX: &str = "over-";
 /// Maximum number of attempts to remove a directory while hosts add files to it. This is far more than the number of
 /// files that hosts add before they notice the removal.
 const REMOVE_TRIES_MAX: usize = 1000;
@@ -169,7 +170,7 @@ impl<'a, B: Backing> VoteDir<'a, B> {
         // the same file at the same time.
         static PUT_COUNT: AtomicU64 = AtomicU64::new(0);
         let number = PUT_COUNT.fetch_add(1, Ordering::Relaxed);
-        let working_name = format!("{PUT}{name}.{}.{number}", self.host);
+        let working_name = format!("{PUT_PREFIX}{name}.{}.{number}", self.host);
         own::write_new_file(self.base, &self.dir, &working_name, bytes)?;
         let temporary_name = own::new_name(&working_name);
         let (inode, _attr) = self.base.lookup(&self.dir, OsStr::new(&temporary_name))?;
@@ -217,7 +218,7 @@ impl<'a, B: Backing> VoteDir<'a, B> {
 
     /// Returns whether the name of the directory still leads to this directory.
     pub fn is_current(&self) -> Result<bool, Errno> {
-        own::leads_to(self.base, &self.top, &self.name, self.ino)
+        own::name_refers_to(self.base, &self.top, &self.name, self.ino)
     }
 
     /// Removes the directory if it is empty. A host that then tries to put a file into it gets an error, because the
@@ -234,18 +235,18 @@ impl<'a, B: Backing> VoteDir<'a, B> {
     ///
     /// Only one host may call this for a directory.
     pub fn retire(&self) -> Result<(), Errno> {
-        let retired_name = format!("{RETIRED}{}.{}", self.name, self.host);
+        let removed_name = format!("{REMOVED_PREFIX}{}.{}", self.name, self.host);
         // An earlier removal by this host may be unfinished.
-        remove_dir(self.base, &self.top, &retired_name)?;
+        remove_dir(self.base, &self.top, &removed_name)?;
         self.base.rename(
             &self.top,
             OsStr::new(&self.name),
             &self.top,
-            OsStr::new(&retired_name),
+            OsStr::new(&removed_name),
             RenameFlags::empty(),
         )?;
         self.base.sync_dir(&self.top)?;
-        remove_dir(self.base, &self.top, &retired_name)
+        remove_dir(self.base, &self.top, &removed_name)
     }
 
     /// Removes the directories in `top` whose removal by [`VoteDir::retire`] was cut short by the death of a host.
@@ -280,7 +281,7 @@ impl<'a, B: Backing> VoteDir<'a, B> {
 
     /// Returns the name that a retired directory had. Returns `None` if `name` is not the name of one.
     pub fn name_before_retired(name: &str) -> Option<&str> {
-        name.strip_prefix(RETIRED)?.split('.').next()
+        name.strip_prefix(REMOVED_PREFIX)?.split('.').next()
     }
 }
 

@@ -2,7 +2,10 @@
 //! perhaps shared by several hosts, that a mount serves.
 //!
 //! A *lease* is a file in the backing that a living host keeps locked and rewrites at intervals, with each *heartbeat*.
-//! The lock is the first evidence. If the lock proves nothing, the heartbeat decides.
+//! Its record lists the purposes for which the host uses the backing, such as transactions or logs ([`LeaseUse`]).
+//!
+//! A held lock proves that the host is alive. A free lock may belong to a living host, because not every file system
+//! shows locks to other hosts. The host then counts as alive as long as its heartbeat changes.
 
 use std::collections::HashMap;
 use std::time::Instant;
@@ -20,11 +23,11 @@ pub struct HostWatch {
     /// Boot id of this host ([`crate::Holder::boot`]).
     boot: String,
     /// The last heartbeat of each host whose lock proves nothing.
-    last_heartbeats: Mutex<HashMap<String, SeenBeat>>,
+    last_heartbeats: Mutex<HashMap<String, ObservedHeartbeat>>,
 }
 
 /// A heartbeat that this process has read.
-struct SeenBeat {
+struct ObservedHeartbeat {
     heartbeat: Heartbeat,
     /// Time at which this process read the heartbeat first.
     first_seen: Instant,
@@ -40,8 +43,9 @@ impl HostWatch {
         }
     }
 
-    /// Returns whether a process is alive that uses the backing for this purpose in the name of `host`, as far as this
-    /// host can see. A held lock of the host's lease proves life; otherwise its heartbeat must have changed lately.
+    /// Returns whether `host` is alive and uses the backing for this purpose, as far as its lease shows that here. A
+    /// held lock of the lease proves life; otherwise the heartbeat must have changed lately. Returns false if the host
+    /// has no lease.
     pub fn is_living<B: Backing>(&self, base: &B, host: &str) -> Result<bool, OwnError> {
         let Some(dir) = find_host_dir(base, host)? else {
             return Ok(false);
@@ -61,13 +65,15 @@ impl HostWatch {
         if heartbeat.does_free_lock_prove_end(&self.boot, base.attr(&dir)?.dev) {
             return Ok(false);
         }
-        Ok(self.is_fresh(host, heartbeat))
+        Ok(self.record_and_check_fresh(host, heartbeat))
     }
 
-    /// Returns whether the heartbeat, the record that a living host rewrites at intervals, has changed lately: within
-    /// the time after which a host that uses the backing for this purpose counts as dead. The first heartbeat that this
-    /// process reads counts as a change.
-    fn is_fresh(&self, host: &str, heartbeat: Heartbeat) -> bool {
+    /// Remembers `heartbeat`, which was just read, if it differs from the host's last one. Returns whether the host's
+    /// heartbeat has changed within the time after which the host counts as dead
+    /// ([`LeaseUse::stale_after`]).
+    ///
+    /// The first heartbeat that this process reads counts as a change.
+    fn record_and_check_fresh(&self, host: &str, heartbeat: Heartbeat) -> bool {
         let mut last_heartbeats = self.last_heartbeats.lock();
         if let Some(last) = last_heartbeats.get(host)
             && last.heartbeat == heartbeat
@@ -77,7 +83,7 @@ impl HostWatch {
         let first_seen = Instant::now();
         last_heartbeats.insert(
             host.to_owned(),
-            SeenBeat {
+            ObservedHeartbeat {
                 heartbeat,
                 first_seen,
             },

@@ -20,7 +20,11 @@ use firn_backing::{
 use super::*;
 use crate::create::{FinalName, NewFile};
 
-/// Calls the data backing of an object: the primary, or a lane for the data of a placed file.
+/// Calls the data backing of an object: the primary, or a lane for the data of a placed file. A macro, because the two
+/// kinds of inodes and files in `$call` have different types.
+///
+/// For example, `forward!(data_backing: seek)` defines `seek` by such a call: of the lane or of the primary, with the
+/// file that was opened there.
 macro_rules! data_backing {
     ($self:ident, |$backing:ident| $call:expr) => {{
         let $backing = &$self.primary;
@@ -55,8 +59,8 @@ impl<B: Backing> Volume for Lanes<B> {
         LanesInode::Primary(self.primary.root(), Position::TOP)
     }
 
-    /// Returns the features of the primary, with one lane more than there are: the last one stands for the primary,
-    /// whose own files are in no lane.
+    /// Returns the features of the primary, but with the number of lanes plus 1. The additional lane stands for the
+    /// primary, whose own files are in no lane.
     fn features(&self) -> Features {
         Features {
             lane_count: self.setup.lanes.len() as u16 + 1,
@@ -131,9 +135,11 @@ impl<B: Backing> Names for Lanes<B> {
         self.resolve(parent, name, inode, attr)
     }
 
-    /// Creates a file and opens it. The rule chooses the lane for its data, a directory on a server of its own. Usually
-    /// the name decides that the file has or will get. A file that is in no lane has its data in the directory with all
-    /// names.
+    /// Creates a file and opens it. The rule chooses the file's lane, a directory on a server of its own that gets the
+    /// data. A file without a lane has its data in the primary, the directory with all names.
+    ///
+    /// Usually the file's final name decides. `placing` has that name if the file is created under a temporary one, or
+    /// another hint by which the lane is chosen.
     fn create_placed(
         &self,
         caller: &Caller,
@@ -175,7 +181,7 @@ impl<B: Backing> Names for Lanes<B> {
         }
         let final_name = FinalName {
             parent: final_parent.in_primary(),
-            numbers: final_parent.position().numbers,
+            number_sum: final_parent.position().number_sum,
             name: final_name,
         };
         self.create_by_name(rule, &final_name, &new_file)
@@ -411,13 +417,14 @@ impl<B: Backing> Files for Lanes<B> {
     }
 
     /// Writes parts to a file, in its lane (the directory with its data) if it has one, and returns the number of bytes
-    /// written. If the lane is full, files that wait for their removal are removed, and the write is tried once more.
+    /// written. If the lane is full, pending removals of files are finished, and the write is tried once more.
     fn write_parts(&self, file: &LanesFile<B>, parts: &[DataPart<'_>]) -> Result<u64> {
         if file.placed.is_some() {
-            // Recorded before the write: a full lane gets new files again only when it has space for two of the longest
-            // file.
+            // Record the length of the longest file before the write, which may fill the lane. A full lane gets new
+            // files again only when it has space for two files of that length.
             let end = parts.iter().map(|part| part.offset + part.len()).max();
-            self.longest.fetch_max(end.unwrap_or(0), Ordering::Relaxed);
+            self.longest_file_bytes
+                .fetch_max(end.unwrap_or(0), Ordering::Relaxed);
         }
         let write = || {
             self.call_data_backing(file, CallKind::Data, |backing| {

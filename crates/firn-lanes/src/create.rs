@@ -58,7 +58,7 @@ pub(crate) struct NewFile<'a, B: Backing> {
 pub(crate) struct FinalName<'a, B: Backing> {
     pub(crate) parent: &'a B::Inode,
     /// Sum of the numbers in the path of the directory.
-    pub(crate) numbers: u64,
+    pub(crate) number_sum: u64,
     pub(crate) name: &'a OsStr,
 }
 
@@ -172,7 +172,8 @@ impl Drop for FinishedOnDrop {
 
 impl<B: Backing> Lanes<B> {
     /// Creates a file in the lane (directory for data) that the rule chooses by the file's final name. A transaction
-    /// may create it under another name, `new_file`.
+    /// creates the file under a temporary name; then `new_file` has that name, and `final_name` the one after the
+    /// commit.
     pub(crate) fn create_by_name(
         &self,
         rule: &Rule,
@@ -180,15 +181,17 @@ impl<B: Backing> Lanes<B> {
         new_file: &NewFile<'_, B>,
     ) -> Result<Created<B>> {
         let NewFileOwner { dir_ino, owner } = self.owner_of_new_file(new_file)?;
-        // Outside transactions the file is created in the directory of its name.
-        let final_dir_ino = if std::ptr::eq(final_name.parent, new_file.parent) {
+        // Outside transactions the file is created in the directory of its final name. The inode number of that
+        // directory is known.
+        let is_created_in_final_dir = std::ptr::eq(final_name.parent, new_file.parent);
+        let final_dir_ino = if is_created_in_final_dir {
             dir_ino
         } else {
             self.primary.attr(final_name.parent)?.ino
         };
         let parent = rule::Parent {
             ino: final_dir_ino,
-            sum: final_name.numbers,
+            sum: final_name.number_sum,
         };
         let count_files = || self.count_files_in(final_name.parent, rule.lane_count());
         let (chosen_lane, reason) = rule.choose(parent, final_name.name, count_files);

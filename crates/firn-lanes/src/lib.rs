@@ -134,7 +134,7 @@ pub struct Lanes<B: Backing> {
     /// Threads for calls of lanes that may hang.
     workers: Workers,
     /// Size in bytes of the longest file that was written.
-    longest: AtomicU64,
+    longest_file_bytes: AtomicU64,
 }
 
 /// Free space that a full lane must have before it gets new files again, as a multiple of the longest file: space for
@@ -157,20 +157,20 @@ pub struct Position {
     region: Region,
     /// Sum of the numbers in the object's name and in the names of the directories above, at the time of the lookup
     /// ([`rule::Parent::sum`]).
-    numbers: u64,
+    number_sum: u64,
 }
 
 impl Position {
     const TOP: Self = Self {
         region: Region::Top,
-        numbers: 0,
+        number_sum: 0,
     };
 
     /// Returns the position of the object `name` in a directory with this position.
     fn child(self, name: &OsStr) -> Self {
         Self {
             region: self.region.child(name),
-            numbers: rule::add_numbers(self.numbers, name),
+            number_sum: rule::add_numbers(self.number_sum, name),
         }
     }
 }
@@ -267,7 +267,7 @@ impl<B: Backing> LanesInode<B> {
             Self::Primary(_, position) => *position,
             Self::Placed(_) => Position {
                 region: Region::Files,
-                numbers: 0,
+                number_sum: 0,
             },
         }
     }
@@ -282,7 +282,7 @@ impl<B: Backing> Lanes<B> {
             setup,
             removals: PendingRemovals::default(),
             workers: Workers::default(),
-            longest: AtomicU64::new(0),
+            longest_file_bytes: AtomicU64::new(0),
         };
         opened.clear_staging()?;
         Ok(opened)
@@ -352,8 +352,8 @@ impl<B: Backing> Lanes<B> {
 
     /// Returns the free bytes that a full lane must have before it gets new files again.
     fn min_free_bytes(&self) -> u64 {
-        let longest = self.longest.load(Ordering::Relaxed);
-        longest
+        let longest_file_bytes = self.longest_file_bytes.load(Ordering::Relaxed);
+        longest_file_bytes
             .saturating_mul(FILES_IN_FREE_SPACE)
             .max(FREE_BYTES_MIN)
     }
@@ -383,8 +383,10 @@ impl<B: Backing> Lanes<B> {
     }
 
     /// Returns the file to which a link leads, with the attributes of the file in the lane. Returns `None` if the file
-    /// is missing. Also returns `None` for a link that is not Firn's own: the file then has no mark, an attribute, that
-    /// names this link.
+    /// is missing, or if the link is not Firn's own: then the *mark* of the file, an extended attribute, does not name
+    /// this link.
+    ///
+    /// Fails if the link leads to a lane that cannot be reached now.
     fn follow(&self, link: &B::Inode, attr: &Attr) -> Result<Option<(PlacedFile<B>, Attr)>> {
         let target = self.primary.readlink(link)?;
         let Some(LinkTarget {
@@ -393,11 +395,11 @@ impl<B: Backing> Lanes<B> {
             entry,
         }) = self.parse_target(&target)
         else {
-            // Fails if the link leads to a lane that cannot be reached now.
+            // The text names no lane in use. Fail if it names a known lane that cannot be reached now.
             self.refuse_absent(&target)?;
             return Ok(None);
         };
-        let lookup = lane.call(CallKind::Name, |backing| {
+        let found = lane.call(CallKind::Name, |backing| {
             let (file, attr) = backing.lookup(&backing.root(), entry)?;
             let mark = match attr.kind {
                 Kind::File => mark::read_mark(backing, &file)?,
@@ -405,7 +407,7 @@ impl<B: Backing> Lanes<B> {
             };
             Ok((file, attr, mark))
         });
-        let (file, file_attr, mark) = match lookup {
+        let (file, file_attr, mark) = match found {
             Ok(entry) => entry,
             Err(Errno::NOENT) => return Ok(None),
             Err(error) => return Err(error),

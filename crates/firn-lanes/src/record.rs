@@ -34,7 +34,8 @@ const DIR: &str = "lanes";
 /// Name of the directory with one staging directory for each host. A staging directory holds links of files that are
 /// being created or removed.
 const STAGING: &str = "placing";
-const PRIMARY: &str = "primary";
+/// Name of the file with the id of the primary.
+const PRIMARY_ID_FILE: &str = "primary";
 const LANE: &str = "lane-";
 /// Prefix of the marker file in a lane; the id of the primary follows.
 const MARKER: &str = ".firn-";
@@ -101,7 +102,7 @@ impl Record {
         }
         let mut id = [0; 16];
         getrandom::fill(&mut id).map_err(|_| Errno::IO)?;
-        dir.put_once(PRIMARY, &encode_file(&id))?;
+        dir.put_once(PRIMARY_ID_FILE, &encode_file(&id))?;
         // Another host may have created the record first.
         Ok(Self::read(&dir)?.ok_or(Errno::NOENT)?)
     }
@@ -130,19 +131,19 @@ impl Record {
         Ok(())
     }
 
-    /// Reads which lanes (directories for data) a primary, the directory with all names, has ever had, and the id of
-    /// the primary. Returns `None` if a crash came before the first file of this record was written.
+    /// Reads the record of a primary, the directory with all names: its id, and all lanes (directories for data) that
+    /// it has ever had. Returns `None` if there is no id yet, for example because a crash came before it was written.
     fn read<B: Backing>(dir: &VoteDir<'_, B>) -> Result<Option<Self>, RecordError> {
-        let Some(id_bytes) = read_file(dir, PRIMARY)? else {
+        let Some(id_bytes) = read_file(dir, PRIMARY_ID_FILE)? else {
             return Ok(None);
         };
-        let damaged = |name: &str, why| RecordError::Damaged {
+        let damaged_error = |name: &str, why| RecordError::Damaged {
             name: name.into(),
             why,
         };
         let id = id_bytes
             .try_into()
-            .map_err(|_| damaged(PRIMARY, "is damaged: restore it from a backup"))?;
+            .map_err(|_| damaged_error(PRIMARY_ID_FILE, "is damaged: restore it from a backup"))?;
         let mut lanes = Vec::new();
         for name in dir.names()? {
             if !name.starts_with(LANE) {
@@ -154,7 +155,7 @@ impl Record {
             };
             let path = OsString::from_vec(path_bytes);
             if lane_file_name(&path) != name || !is_lane_path(&path) {
-                return Err(damaged(
+                return Err(damaged_error(
                     &name,
                     "does not record the lane of its name: inspect it",
                 ));
@@ -330,7 +331,9 @@ mod tests {
             .lookup(&primary.root(), OsStr::new(TOP))
             .expect("lookup");
         let (dir, _) = primary.lookup(&top, OsStr::new(DIR)).expect("lookup");
-        let (file, _) = primary.lookup(&dir, OsStr::new(PRIMARY)).expect("lookup");
+        let (file, _) = primary
+            .lookup(&dir, OsStr::new(PRIMARY_ID_FILE))
+            .expect("lookup");
         primary.set_mode(&file, 0o644).expect("set_mode");
         let error = Record::find(&primary).expect_err("refused").to_string();
         assert!(error.starts_with(".firn/lanes/primary has mode"), "{error}");

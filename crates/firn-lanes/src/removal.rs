@@ -112,8 +112,9 @@ impl<B: Backing> PendingRemovals<B> {
 }
 
 impl<B: Backing> Lanes<B> {
-    /// Prepares a call that removes or replaces `name` in `parent` (step 1 of a removal): gives the link of a last name
-    /// a further one in the staging directory. Returns `None` if the name does not lead to a placed file.
+    /// Prepares a call that removes or replaces `name` in `parent` (step 1 of a removal). If that is the last name of a
+    /// placed file, its symbolic link gets a second name in the staging directory. Returns `None` if the name does not
+    /// lead to a placed file, or cannot be looked up.
     ///
     /// [`Lanes::run_unlink`] then makes the call. If this function fails, the caller must not make the call.
     pub(crate) fn prepare_unlink(
@@ -121,7 +122,7 @@ impl<B: Backing> Lanes<B> {
         parent: &B::Inode,
         name: &OsStr,
     ) -> Result<Option<PendingUnlink<B>>> {
-        // The call itself reports an error of this lookup.
+        // If this lookup fails, the call that follows fails too, and reports the error.
         let Ok((link, attr)) = self.primary.lookup(parent, name) else {
             return Ok(None);
         };
@@ -134,7 +135,7 @@ impl<B: Backing> Lanes<B> {
         // The only name of the link is the last name of the file.
         let is_staged = attr.nlink == 1;
         if is_staged {
-            // The file is found by this name if a crash interrupts the removal.
+            // If a crash interrupts the removal, the next mount finds the file by this name and finishes the removal.
             match self.primary.link(&link, self.staging()?, &placed.entry) {
                 Ok(_) | Err(Errno::EXIST) => {}
                 Err(error) => return Err(error),
@@ -175,17 +176,19 @@ impl<B: Backing> Lanes<B> {
     }
 
     /// Completes the removal of a name of a placed file (one with its data in a lane), after the call has removed the
-    /// name. If that was the last name, the file now waits for a sync that serves several removals, and is then removed
-    /// from its lane. Until then its symbolic link has a name in the staging directory (it is *staged*).
+    /// name.
+    ///
+    /// If that was the last name, the link is *staged*: it has a further name in the staging directory. The file then
+    /// waits for a sync that serves several removals, and is removed from its lane after that.
     fn complete_unlink(&self, pending: PendingUnlink<B>) -> Result<()> {
         let name_count = self.primary.attr(&pending.placed.link)?.nlink;
         if !pending.is_staged {
-            // The name was not the last one before the call, so the link got no further name in the staging directory.
-            // However, another host or thread may have removed the other names since.
+            // The name was not the last one before the call. Another host or thread may have removed the other names
+            // since; then the file must be removed now, because no staged name leads to it.
             if name_count == 0 {
-                // The directories of these names are not known, so the whole primary is synced. Otherwise, a power loss
-                // could bring back a name whose file is already removed. Where syncfs(2) has no effect, the directories
-                // that only the other host has changed may be left out.
+                // Sync the whole primary, because the directories of the other names are not known. Otherwise, a power
+                // loss could bring back a name whose file is already removed. Where syncfs(2) has no effect,
+                // directories that only another host has changed may remain unsynced.
                 self.primary.sync_scope(SyncScope::All)?;
                 self.remove_entry(pending.placed.lane, &pending.placed.entry)?;
             }

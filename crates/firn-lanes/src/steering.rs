@@ -255,11 +255,11 @@ fn open_foreign_file(new: &NewFile<'_>) -> Result<(OwnedFd, Stat)> {
     Ok((file, stat))
 }
 
-/// Parses the names of servers, which are numbers on this file system. The error names the first one that is none, and
-/// says by `meaning` what is expected.
+/// Parses the names of servers, which are numbers on this file system. Fails at the first name that is no number, with
+/// a message that has the name and `expected`, a description of a valid name.
 fn parse_numbers<N: TryFrom<u64>>(
     servers: &[OsString],
-    meaning: &str,
+    expected: &str,
 ) -> std::result::Result<Vec<N>, String> {
     let mut numbers = Vec::new();
     for server in servers {
@@ -268,7 +268,7 @@ fn parse_numbers<N: TryFrom<u64>>(
             .and_then(|text| text.parse::<u64>().ok())
             .and_then(|number| N::try_from(number).ok());
         let Some(number) = number else {
-            return Err(format!("`{}` is not {meaning}", server.to_string_lossy()));
+            return Err(format!("`{}` is not {expected}", server.to_string_lossy()));
         };
         numbers.push(number);
     }

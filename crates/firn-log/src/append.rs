@@ -29,9 +29,10 @@ struct AppendState {
     /// End of the bytes that count.
     end: u64,
     /// Number of bytes that are durable.
-    synced: u64,
-    /// End of the bytes that need no sync: those that are durable, and notes of a sync directly after them.
-    clean_end: u64,
+    durable_end: u64,
+    /// Position from which bytes need a sync. The bytes before it are durable, or are notes of a sync (entries that say
+    /// which bytes are durable) directly after the durable ones.
+    sync_needed_from: u64,
     /// Bytes of the next batch.
     next_bytes: Vec<u8>,
     /// Result of the next batch, once it is written: the position of its first byte.
@@ -88,45 +89,49 @@ impl<B: Backing> Appender<B> {
     pub(crate) fn begin_sync(&self, backing: &B) {
         let unsynced = {
             let state = self.state.lock();
-            state.clean_end..state.end
+            state.sync_needed_from..state.end
         };
         backing.advise(&self.file, unsynced, PageAdvice::WriteOut);
     }
 
-    /// Makes the appended bytes durable. Returns false if they were durable before, or if another thread's sync made
-    /// them durable.
+    /// Makes the appended bytes durable. Returns false if they need no sync, or if another thread's sync made them
+    /// durable first.
     pub(crate) fn sync(&self, backing: &B) -> Result<bool> {
         let appended_end = {
             let state = self.state.lock();
-            // Bytes before `clean_end` need no sync: they are durable, or only note what is durable.
-            if state.end <= state.clean_end {
+            if state.end <= state.sync_needed_from {
                 return Ok(false);
             }
             state.end
         };
         // The lock is not held during the sync, so other threads may append.
-        let data_only = true;
-        backing.sync(&self.file, data_only)?;
+        let is_data_only = true;
+        backing.sync(&self.file, is_data_only)?;
         let mut state = self.state.lock();
-        let has_synced_more = appended_end > state.synced;
-        state.synced = state.synced.max(appended_end);
-        state.clean_end = state.clean_end.max(appended_end);
-        debug_assert!(state.synced <= state.clean_end && state.clean_end <= state.end);
-        Ok(has_synced_more)
+        let has_made_durable = appended_end > state.durable_end;
+        state.durable_end = state.durable_end.max(appended_end);
+        state.sync_needed_from = state.sync_needed_from.max(appended_end);
+        debug_assert!(
+            state.durable_end <= state.sync_needed_from && state.sync_needed_from <= state.end
+        );
+        Ok(has_made_durable)
     }
 
     /// Records that the note of a sync in `range` needs no sync itself. If a crash loses the note, a later reader only
     /// detects less damage.
     pub(crate) fn mark_clean(&self, range: Range<u64>) {
         let mut state = self.state.lock();
-        if state.clean_end == range.start {
-            state.clean_end = range.end;
+        if state.sync_needed_from == range.start {
+            state.sync_needed_from = range.end;
         }
-        debug_assert!(state.clean_end <= state.end, "the clean part was appended");
+        debug_assert!(
+            state.sync_needed_from <= state.end,
+            "the clean part was appended"
+        );
     }
 
     /// Returns the number of durable bytes.
     pub(crate) fn synced(&self) -> u64 {
-        self.state.lock().synced
+        self.state.lock().durable_end
     }
 }

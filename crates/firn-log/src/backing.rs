@@ -145,7 +145,7 @@ struct KnownFiles<B: Backing> {
     /// Files with containers, and files that this host has open for writing.
     by_id: HashMap<FileId, Arc<LoggedFile<B>>>,
     /// Files whose last name this host is removing. A container that is made for such a file gets a mark.
-    dying: HashSet<FileId>,
+    losing_last_name: HashSet<FileId>,
     /// When the last listing began, or the present one if a thread is making one.
     last_listing_began: Option<Instant>,
     listing: Arc<Listing>,
@@ -242,7 +242,7 @@ impl<B: Backing> Drop for LoggedDescriptor<B> {
         let is_last_writer = may_write && file.writers.fetch_sub(1, Ordering::AcqRel) == 1;
         let is_removed = file.is_removed.load(Ordering::Acquire);
         if is_last_writer {
-            file.has_local_writer.store(false, Ordering::Release);
+            file.clear_local_writer();
         }
         if (is_last_writer && file.has_containers()) || (is_last_close && is_removed) {
             self.settle_queue.add(file, &self.inode);
@@ -275,25 +275,26 @@ impl<B: Backing> LogBacking<B> {
         Self::resume(below, setup, Vec::new())
     }
 
-    /// Opens the log layout, in which hosts write to logs of their own, as [`LogBacking::open`] does, in place of an
-    /// earlier process of this host. `nameless` are files that programs still have open though their last name may be
-    /// removed: their containers (directories with their logs) stay.
+    /// Opens the log layout as [`LogBacking::open`] does, to continue the mount of an earlier process of this host.
+    ///
+    /// `open_unlinked_files` are files that programs have open, and that may have no name any more. The containers of
+    /// such files (the directories with their logs) are not removed.
     pub fn resume(
         below: B,
         setup: Setup,
-        nameless: Vec<OwnedFd>,
+        open_unlinked_files: Vec<OwnedFd>,
     ) -> std::result::Result<Self, OwnError> {
-        let open_files = read_ids_without_name(&below, nameless)?;
+        let open_files = read_ids_without_name(&below, open_unlinked_files)?;
         let containers_dir = make_dir(&below)?;
         let containers_dir_id = ContainersDirId::from_attr(&below.attr(&containers_dir)?);
-        // This check comes before any change: logs of an earlier version are refused.
+        // Fails if there are logs of an earlier version. This check comes before any change.
         file_dir::list_files(&below, &containers_dir)?;
         let clean_up = CleanUpContext {
             host: &setup.host,
             is_alive: &setup.is_alive,
             open_files: &open_files,
         };
-        let marked = orphans::clean_up_last_life(&below, &containers_dir, &clean_up)?;
+        let marked = orphans::clean_up_previous_run(&below, &containers_dir, &clean_up)?;
         // A turn selects the lane (server) for logs. A backing without lanes needs none.
         let turn = match below.lane_of_turn(0) {
             Some(_) => turn::acquire_turn(&below, &containers_dir, &setup.host, &setup.is_alive),
@@ -308,7 +309,7 @@ impl<B: Backing> LogBacking<B> {
             setup,
             files: Mutex::new(KnownFiles {
                 by_id: HashMap::new(),
-                dying: HashSet::new(),
+                losing_last_name: HashSet::new(),
                 last_listing_began: None,
                 listing: Arc::default(),
             }),
@@ -402,8 +403,10 @@ impl<B: Backing> LogBacking<B> {
     }
 
     /// Returns the file with this id after a refresh, which reads what other hosts added to its logs. Returns `None` if
-    /// it has no containers, the directories with its logs. Called before the file's time is set: another host may be
-    /// copying the logs to the plain file.
+    /// it has no containers, the directories with its logs.
+    ///
+    /// Called before the file's time is set. If another host is copying the logs to the plain file, the time must also
+    /// be recorded in the containers ([`LoggedFile::set_modified`]), so this host must know all of them.
     fn find_and_refresh(&self, id: Option<FileId>) -> Result<Option<Arc<LoggedFile<B>>>> {
         let Some(id) = id else {
             return Ok(None);
@@ -417,7 +420,7 @@ impl<B: Backing> LogBacking<B> {
             Some(file) => file,
             None => self.find_or_add(id)?,
         };
-        // A file whose containers cannot be read still has a time to set.
+        // Ignore the error: the time can be set even if the containers cannot be read.
         if let Err(error) = file.refresh(&self.context()) {
             tracing::debug!(ino = id.ino, %error, "containers cannot be read");
         }
@@ -539,8 +542,8 @@ impl<B: Backing> LogBacking<B> {
         }
     }
 
-    /// Opens the logged file of an inode: a file with bytes in logs, one log for each host. Returns `None` if the file
-    /// is plain (it has no such bytes) and not chosen to get any.
+    /// Opens the logged file of an inode: a file that has bytes in logs, or that the configuration has *chosen* to get
+    /// its new bytes in logs. Returns `None` for every other file.
     fn open_logged(
         &self,
         inode: &LogInode<B>,
@@ -551,7 +554,7 @@ impl<B: Backing> LogBacking<B> {
         };
         self.refresh_listing()?;
         // Another host may have made a container (a directory with the file's logs) since the listing. For a chosen
-        // file, `see_closed_changes` below finds it.
+        // file, `refresh_at_open` below finds it.
         if !inode.is_chosen && !self.files.lock().by_id.contains_key(&id) {
             self.refresh_listing_older_than(Duration::ZERO)?;
         }
@@ -567,7 +570,7 @@ impl<B: Backing> LogBacking<B> {
             settle_queue: Arc::clone(&self.settle_queue),
         };
         descriptor.file.inode.get_or_init(|| inode.below.clone());
-        self.see_closed_changes(&descriptor)?;
+        self.refresh_at_open(&descriptor)?;
         // With this option, the logs of a file that is only read are copied to the plain file too.
         let flattens_at_open = access == Access::Read && self.setup.flattens_read;
         if flattens_at_open && descriptor.file.is_logged() {
@@ -591,7 +594,7 @@ impl<B: Backing> LogBacking<B> {
             Arc::clone(files.by_id.get(&id)?)
         };
         // This host is removing the last name of the file.
-        if files.dying.contains(&id) {
+        if files.losing_last_name.contains(&id) {
             file.is_dying.store(true, Ordering::Release);
         }
         // The count grows under the lock, so that another thread does not drop the file meanwhile.
@@ -602,9 +605,12 @@ impl<B: Backing> LogBacking<B> {
         Some(file)
     }
 
-    /// Reads what other hosts wrote before they closed the file (close-to-open consistency). Orders this host's next
-    /// writes after those writes.
-    fn see_closed_changes(&self, descriptor: &LoggedDescriptor<B>) -> Result<()> {
+    /// Refreshes a file at its open: reads what other hosts wrote before they closed the file (close-to-open
+    /// consistency). Orders this host's next writes after those writes.
+    ///
+    /// Fails if the file should have logs and they are missing. A refresh that fails is repeated while the backing may
+    /// not show the latest changes of other hosts yet.
+    fn refresh_at_open(&self, descriptor: &LoggedDescriptor<B>) -> Result<()> {
         let context = self.context();
         let file = &descriptor.file;
         file.retry_while_lagging(&context, &mut || file.refresh(&context))?;
@@ -613,8 +619,8 @@ impl<B: Backing> LogBacking<B> {
             file.raise_epoch();
         }
         if !file.is_logged() {
-            // Asks the server, because another host may have changed the plain file. Then the check fails if the file
-            // should have logs and they are missing.
+            // Ask the server for the attributes, which also updates this host's cache: another host may have changed
+            // the plain file. The check then sees its present tag.
             self.below.attr_now(&descriptor.inode)?;
             tag::check(
                 &self.below,
@@ -700,7 +706,7 @@ impl<B: Backing> LogBacking<B> {
         self.refresh_listing()?;
         let known_file = {
             let mut files = self.files.lock();
-            files.dying.insert(*id);
+            files.losing_last_name.insert(*id);
             files.by_id.get(id).cloned()
         };
         let Some(file) = known_file else {
@@ -731,12 +737,14 @@ impl<B: Backing> LogBacking<B> {
     /// Ends a removal that has failed: the file keeps its name.
     fn cancel_removal(&self, file: &LoggedFile<B>) {
         file.is_dying.store(false, Ordering::Release);
-        self.files.lock().dying.remove(&file.id);
+        self.files.lock().losing_last_name.remove(&file.id);
     }
 
-    /// Finishes the removal of a last name, and returns `outcome`, the result of the removal itself. If that is an
-    /// error, the name is still there, and the marks of the file's containers (the directories with its logs) are
-    /// removed.
+    /// Finishes the removal of a last name, and returns `outcome`, the result of the removal itself, or an error of its
+    /// own.
+    ///
+    /// If `outcome` is an error, the name still exists, and the marks of the file's containers (the directories with
+    /// its logs) are removed. Otherwise the containers are marked for their removal after the last close.
     fn finish_removal(
         &self,
         file_losing_name: Option<FileLosingName<B>>,
@@ -745,13 +753,14 @@ impl<B: Backing> LogBacking<B> {
         let Some(FileLosingName { inode, id }) = file_losing_name else {
             return outcome;
         };
-        // Another host may have made the first container of the file during the removal.
+        // Another host may have made the first container of the file during the removal. An error of this listing
+        // counts only if this host knows no such file.
         let refreshed = self.refresh_listing();
         let known_file = {
             let mut files = self.files.lock();
             let known_file = files.by_id.get(&id).cloned();
             if known_file.is_none() {
-                files.dying.remove(&id);
+                files.losing_last_name.remove(&id);
             }
             known_file
         };
@@ -765,7 +774,7 @@ impl<B: Backing> LogBacking<B> {
             return outcome;
         }
         let marked = self.mark_removed(&file);
-        self.files.lock().dying.remove(&id);
+        self.files.lock().losing_last_name.remove(&id);
         marked?;
         // A file that is still open keeps its containers until the last close.
         if file.opens.load(Ordering::Acquire) == 0 {

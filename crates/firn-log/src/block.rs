@@ -2,10 +2,14 @@
 //!
 //! Terms
 //! * An *index* lists the changes of one writer. Each entry is a *frame*.
-//! * A *layer* is a part of a change: pieces of the file at equal distances. Their bytes follow each other in a log.
+//! * A *layer* is a part of a change: pieces of the file of one length at equal distances. Their bytes follow each
+//!   other in a log.
 //! * A *span* is the range of a log with the bytes of one change, and their checksums.
 //!
 //! A block holds layers, sorted by offset in the file, or spans, in the order of the index.
+//!
+//! Example: a program writes 4 KiB at the offsets 0, 16 KiB and 32 KiB, one row of a matrix each. This is one layer:
+//! its offset is 0, its length 4 KiB, its gap 12 KiB, and the first piece is repeated 2 times.
 //!
 //! Each number is stored as its distance from the same number of the entry before, with as few bytes as it needs. So 64
 //! KiB hold some thousand pieces without a pattern. Each block is decoded on its own. The reader compares the checksum
@@ -20,15 +24,15 @@ use crate::run::Run;
 /// An encoder ends a block when the block has at least this many bytes.
 pub const BLOCK_BYTES: usize = 64 << 10;
 
-/// A layer as a block stores it. Signed numbers are distances from the layer before, and so is `offset`.
+/// A layer as a block stores it. `offset` and the signed numbers are distances from the layer before.
 #[derive(Serialize, Deserialize)]
 struct StoredLayer {
     offset: u64,
     len: i64,
     /// Number of bytes between two pieces.
     gap: u64,
-    /// Number of pieces after the first.
-    more: u64,
+    /// How many further pieces follow the first one.
+    repeat_count: u64,
     epoch: i64,
     frame: i64,
     /// Number of the log plus 1, or 0 for zeros, which lie in no log.
@@ -38,7 +42,7 @@ struct StoredLayer {
 
 /// The numbers of the layer before, from which distances are measured. All are 0 before the first layer.
 #[derive(Clone, Copy, Default)]
-pub struct LastLayer {
+pub struct PreviousLayer {
     offset: u64,
     len: u64,
     epoch: u64,
@@ -46,7 +50,7 @@ pub struct LastLayer {
     position: u64,
 }
 
-impl LastLayer {
+impl PreviousLayer {
     fn from_layer(layer: &Layer) -> Self {
         Self {
             offset: layer.run.offset(),
@@ -64,13 +68,18 @@ fn distance_between(from: u64, to: u64) -> i64 {
 }
 
 /// Returns the number at a distance from another one.
-fn advance(from: u64, distance: i64) -> u64 {
+fn number_at_distance(from: u64, distance: i64) -> u64 {
     from.wrapping_add(distance.cast_unsigned())
 }
 
 /// Encodes the number of a log. 0 stands for no log, so each number is stored plus 1.
 fn encode_log(location: Option<LogLocation>) -> u64 {
     location.map_or(0, |location| u64::from(location.log) + 1)
+}
+
+/// Decodes the number of a log. Returns `None` if the stored number stands for no log.
+fn decode_log(stored: u64) -> Option<u64> {
+    stored.checked_sub(1)
 }
 
 /// Encodes the entries of a block: layers or spans. `Last` holds the numbers of the entry before.
@@ -102,20 +111,20 @@ impl<Last: Default> BlockEncoder<Last> {
 }
 
 /// Encodes a block of layers. Layers must be added in the order of their offsets.
-pub type LayerEncoder = BlockEncoder<LastLayer>;
+pub type LayerEncoder = BlockEncoder<PreviousLayer>;
 
 impl LayerEncoder {
-    /// Adds a layer (pieces of one change at equal distances). Its offset must not be lower than that of the last one.
-    /// Numbers are stored as distances from those of the last layer, because small numbers take few bytes.
+    /// Adds a layer (pieces of one change at equal distances). Its offset must not be lower than that of the previous
+    /// one. Numbers are stored as distances from the previous layer, because small numbers take few bytes.
     pub fn push(&mut self, layer: &Layer) {
         debug_assert!(layer.run.offset() >= self.last.offset);
         let last = self.last;
-        let current = LastLayer::from_layer(layer);
+        let current = PreviousLayer::from_layer(layer);
         let stored = StoredLayer {
             offset: current.offset - last.offset,
             len: distance_between(last.len, current.len),
             gap: layer.run.gap(),
-            more: layer.run.count() - 1,
+            repeat_count: layer.run.count() - 1,
             epoch: distance_between(last.epoch, current.epoch),
             frame: distance_between(last.frame, current.frame),
             log: encode_log(layer.location),
@@ -132,7 +141,7 @@ pub struct LayerDecoder<T> {
     /// Position of the next entry in the block.
     position: usize,
     writer: WriterId,
-    last: LastLayer,
+    last: PreviousLayer,
 }
 
 /// Error for bytes that no encoder made.
@@ -146,23 +155,23 @@ impl<T: AsRef<[u8]>> LayerDecoder<T> {
             bytes,
             position: 0,
             writer,
-            last: LastLayer::default(),
+            last: PreviousLayer::default(),
         }
     }
 
-    /// Decodes the next layer (pieces of one change at equal distances). Its numbers are stored as distances from those
-    /// of the last one. Returns `None` if the bytes are no valid layer.
+    /// Decodes the next layer (pieces of one change at equal distances). Returns `None` if the bytes are no valid
+    /// layer. Stored numbers are distances from the previous layer.
     fn decode(&mut self) -> Option<Layer> {
         let undecoded = &self.bytes.as_ref()[self.position..];
         let (stored, remaining) = postcard::take_from_bytes::<StoredLayer>(undecoded).ok()?;
         self.position += undecoded.len() - remaining.len();
         let last = self.last;
         let offset = last.offset.checked_add(stored.offset)?;
-        let len = advance(last.len, stored.len);
-        let run = Run::from_stored(offset, len, stored.gap, stored.more)?;
-        let position = advance(last.position, stored.position);
-        // See `encode_log` for the number of the log.
-        let location = match stored.log.checked_sub(1) {
+        let len = number_at_distance(last.len, stored.len);
+        let run = Run::from_stored(offset, len, stored.gap, stored.repeat_count)?;
+        let position = number_at_distance(last.position, stored.position);
+        let location = match decode_log(stored.log) {
+            // Zeros lie in no log.
             None => None,
             Some(log) => {
                 // A layer that would end after the largest position is not valid.
@@ -173,14 +182,14 @@ impl<T: AsRef<[u8]>> LayerDecoder<T> {
         };
         let layer = Layer {
             key: ChangeKey {
-                epoch: advance(last.epoch, stored.epoch),
+                epoch: number_at_distance(last.epoch, stored.epoch),
                 writer: self.writer,
-                frame: advance(last.frame, stored.frame),
+                frame: number_at_distance(last.frame, stored.frame),
             },
             run,
             location,
         };
-        self.last = LastLayer::from_layer(&layer);
+        self.last = PreviousLayer::from_layer(&layer);
         Some(layer)
     }
 }
@@ -231,8 +240,8 @@ impl SpanEncoder {
     }
 }
 
-/// Decodes the spans of a block (the ranges of logs with the bytes of changes). Each has the position of its frame, the
-/// entry of the index that describes the change. Ends with [`DamagedBlock`] at bytes that are no span.
+/// Decodes the spans of a block (the ranges of logs with the bytes of changes). Returns each with the position of its
+/// frame in the index: the entry that describes the change. Ends with [`DamagedBlock`] at bytes that are no span.
 pub fn decode_spans(bytes: &[u8]) -> impl Iterator<Item = Result<(u64, Span), DamagedBlock>> {
     let mut undecoded = bytes;
     let mut last_frame = 0;

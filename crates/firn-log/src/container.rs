@@ -73,16 +73,24 @@ pub type ChangeResult = std::result::Result<(), ChangeError>;
 /// One container, as this host sees it.
 pub struct Container<B: Backing> {
     /// Identifies the container among all containers that this process has opened.
-    number: u64,
+    instance_id: u64,
+    /// The directory of the container.
     pub(crate) dir: B::Inode,
+    /// Name of that directory.
     pub(crate) name: String,
+    /// Name of this host.
     pub(crate) host: String,
+    /// Bounded memory for indexes and read-ahead.
     memory: Arc<Memory>,
     /// Selects the lane of this host's files, where the backing has lanes ([`crate::turn`]).
     turn: u64,
+    /// What this host has read of the indexes of all hosts.
     view: Mutex<View<B>>,
-    own: Mutex<OwnLogState<B>>,
+    /// This host's own logs in the container.
+    own_log: Mutex<OwnLogState<B>>,
+    /// Signals that a thread has finished the creation of this host's logs.
     own_log_created: Condvar,
+    /// Whether a thread is sorting an index of the container.
     is_sorting: AtomicBool,
     /// Whether the last refresh found that all bytes are in the plain file.
     was_seen_flat: AtomicBool,
@@ -238,7 +246,7 @@ impl<B: Backing> Container<B> {
         Self { turn, ..self }
     }
 
-    /// Makes a container with a given view, which is what this host has read of the indexes.
+    /// Makes a container to which this host has not written, with a given view: what this host has read of the indexes.
     fn with_view(
         dir: B::Inode,
         name: &str,
@@ -248,14 +256,14 @@ impl<B: Backing> Container<B> {
     ) -> Self {
         static OPENED: AtomicU64 = AtomicU64::new(0);
         Self {
-            number: OPENED.fetch_add(1, Ordering::Relaxed),
+            instance_id: OPENED.fetch_add(1, Ordering::Relaxed),
             dir,
             name: name.to_owned(),
             host: host.to_owned(),
             memory: Arc::clone(memory),
             turn: 0,
             view: Mutex::new(view),
-            own: Mutex::new(OwnLogState::None),
+            own_log: Mutex::new(OwnLogState::None),
             own_log_created: Condvar::new(),
             is_sorting: AtomicBool::new(false),
             was_seen_flat: AtomicBool::new(false),
@@ -314,7 +322,7 @@ impl<B: Backing> Container<B> {
     /// these records ([`crate::times`]).
     pub(crate) fn add_time(&self, backing: &B, time: Time) -> Result<()> {
         let last_number = self.last_time_number();
-        let last_record = times::add(backing, &self.dir, last_number, time)?;
+        let last_record = times::append_time(backing, &self.dir, last_number, time)?;
         self.store_last_time(last_record);
         Ok(())
     }
@@ -480,9 +488,9 @@ impl<B: Backing> Container<B> {
     /// Finds from where each byte of the file comes (a log, the plain file, a hole), for the next range of `walk`.
     /// Returns ranges with one source each. The list is empty at the end of the walk or of the file.
     ///
-    /// Recent changes of bytes are in memory (the resolver), and older ones in sorted files (the tables). Each consists
-    /// of *pieces*, ranges of the file. If a range has too many pieces for the memory, it is halved. After a range with
-    /// few pieces, the next one is twice as long.
+    /// First collects the *layers* of the range, which are groups of its pieces: those of recent changes from memory
+    /// (the resolver), then those of older changes from sorted files (the tables). If there are too many pieces for the
+    /// memory, tries again with half of the range. After a range with few pieces, the next one is twice as long.
     fn try_next_segments(&self, backing: &B, walk: &mut Walk) -> TableResult<Vec<Segment>> {
         loop {
             let mut range = walk.next_range();
@@ -495,6 +503,7 @@ impl<B: Backing> Container<B> {
                 pieces_max
             };
             let mut layers = LayersInRange::new(pieces_max_of_step);
+            // `pieces_fit` becomes false when `layers` has the maximum number of pieces.
             let (length_changes, tables, mut pieces_fit) = {
                 let view = self.view.lock();
                 range.end = range.end.min(view.resolver.len());
@@ -520,6 +529,7 @@ impl<B: Backing> Container<B> {
                 walk.double_step();
             }
             walk.range.start = range.end;
+            // Of layers that cover the same bytes, the newest counts.
             return Ok(length_changes.resolve(range, layers));
         }
     }
@@ -544,7 +554,7 @@ impl<B: Backing> Container<B> {
 
     /// Returns this host's logs, if it has written.
     fn existing_own_log(&self) -> Option<Arc<OwnLog<B>>> {
-        match &*self.own.lock() {
+        match &*self.own_log.lock() {
             OwnLogState::Created(own_log) => Some(Arc::clone(own_log)),
             OwnLogState::None | OwnLogState::Creating => None,
         }
@@ -556,7 +566,7 @@ impl<B: Backing> Container<B> {
         if self.view.lock().seal.is_some() {
             return Err(ChangeError::Sealed);
         }
-        let mut own = self.own.lock();
+        let mut own = self.own_log.lock();
         loop {
             match &*own {
                 OwnLogState::Created(own_log) => return Ok(Arc::clone(own_log)),

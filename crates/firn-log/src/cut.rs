@@ -10,6 +10,10 @@
 //!
 //! Rule: a frame counts up to the shortest length of all cuts that had seen it. If no cut had seen it, all of it
 //! counts. So the order of cuts does not matter, and neither do epochs.
+//!
+//! Example: host A has written frames at the positions 0, 100 and 200 of its index. Host B, which has read A's index up
+//! to position 200, cuts the file to 50 bytes. In A's index this is the limit `until: 200, len: 50`: the frames at 0
+//! and 100 count only up to offset 50 of the file. B had not seen the frame at 200, so all of that frame counts.
 
 use serde::{Deserialize, Serialize};
 
@@ -18,7 +22,7 @@ use crate::run::FILE_BYTES_MAX;
 /// Frames of an index that begin before `until` count only up to `len` in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limit {
-    /// Position in the index.
+    /// Position in the index at which the frames begin that the cut's host had not seen.
     pub until: u64,
     /// Length of the file after the cut.
     pub len: u64,
@@ -26,28 +30,29 @@ pub struct Limit {
 
 /// The limits of one index.
 ///
-/// Invariant: `until` and `len` both grow from one limit to the next. A limit is left out if another one applies to at
-/// least the same frames and has no greater length.
+/// Invariant: `until` and `len` both grow from one limit to the next. A limit is redundant, and left out, if another
+/// one hides at least as much of all its frames: it has the same or a larger `until`, and the same or a smaller `len`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LimitList(Vec<Limit>);
 
 impl LimitList {
-    /// Adds the effect of a cut (a change that shortens the file) on one index, the list of a host's changes. The cut
-    /// hides only changes that its host had seen: frames (entries) of the index that begin before `until`. They count
-    /// up to the length `len` from now on.
+    /// Adds the effect of a cut (a change that shortens the file) on one index, the list of a host's changes: the
+    /// frames (entries) of the index that begin before `until` count only up to the length `len` from now on.
     ///
-    /// Limits that have no effect beside the new one are removed. So the list stays sorted by `until` and by `len`.
+    /// Removes limits that become redundant, so `until` and `len` still both grow. Example: the limits (until 10, len
+    /// 5) and (20, 9) are known. Adding (15, 3) removes (10, 5), because the new one hides more of the same frames.
     pub fn add(&mut self, limit: Limit) {
         let Limit { until, len } = limit;
         let end = self.0.partition_point(|known| known.until < until);
-        // The following limit applies to all frames of the new one. If it is not longer, it hides as much.
+        // The following limit applies to all frames of the new one. If its length is not greater, the new one is
+        // redundant.
         let following = self.0.get(end);
         let has_no_effect = until == 0 || following.is_some_and(|following| following.len <= len);
         if has_no_effect {
             return;
         }
         let replaces_following = following.is_some_and(|following| following.until == until);
-        // Earlier limits with no smaller length apply to fewer frames, so they have no effect beside the new one.
+        // Earlier limits apply to fewer frames. Those with no smaller length are redundant now.
         let start = self.0[..end].partition_point(|known| known.len < len);
         self.0
             .splice(start..end + usize::from(replaces_following), [limit]);
@@ -84,7 +89,7 @@ impl LimitList {
     }
 }
 
-/// A change that made the file longer.
+/// A change that made the file longer without writing bytes, as ftruncate(2) does with a greater length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Growth {
     /// Position of its frame in the index.
@@ -95,8 +100,8 @@ pub struct Growth {
 
 /// The growths of one index.
 ///
-/// Invariant: from one growth to the next the position grows and the length shrinks. A growth is left out if a later
-/// one has at least its length: each cut that hides the later one hides the earlier one too.
+/// Invariant: from one growth to the next, `frame` grows and `len` shrinks. A growth is redundant, and left out, if a
+/// later one has at least its length: each cut that hides the later one hides the earlier one too.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GrowthList(Vec<Growth>);
 
@@ -104,19 +109,20 @@ impl GrowthList {
     /// Adds a growth: a change at position `frame` of a host's index that made the file `len` bytes long without
     /// writing bytes. A later cut hides it as it hides bytes.
     ///
-    /// Growths that have no effect beside the new one are removed. So from one to the next, `frame` grows and `len`
-    /// shrinks.
+    /// Removes growths that become redundant, so `frame` still grows and `len` shrinks. Example: adding (frame 30, len
+    /// 8) removes (20, 7), because a cut that hides the new growth hides the old one too.
     pub fn add(&mut self, growth: Growth) {
         let Growth { frame, len } = growth;
         let end = self.0.partition_point(|known| known.frame < frame);
-        // Each cut that hides the following growth hides the new one too.
+        // Each cut that hides the following growth hides the new one too. If the following one has at least the same
+        // length, the new one is redundant.
         let following = self.0.get(end);
         let has_no_effect = following.is_some_and(|following| following.len >= len);
         if has_no_effect {
             return;
         }
         let replaces_following = following.is_some_and(|following| following.frame == frame);
-        // Each cut that hides the new growth hides the earlier ones of no greater length too.
+        // Each cut that hides the new growth hides the earlier ones too. Those of no greater length are redundant now.
         let start = self.0[..end].partition_point(|known| known.len > len);
         self.0
             .splice(start..end + usize::from(replaces_following), [growth]);

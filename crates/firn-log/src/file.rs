@@ -26,7 +26,7 @@ use crate::container::{ChangeError, ChangeResult, Container, Memory, Walk, next_
 use crate::file_dir::{self, ListedContainer};
 use crate::file_id::FileId;
 use crate::frame::Change;
-use crate::head::{self, HEAD, Head};
+use crate::head::{self, HEAD, Head, HeadState};
 use crate::lag::{LagRetry, is_gone, read_whole};
 use crate::locate::{DataFile, ListStatus, LocatedList};
 use crate::orphans::{ContainerLookup, DEAD, DYING, unmark};
@@ -56,7 +56,7 @@ pub(crate) struct LoggedFile<B: Backing> {
     refresh_ended: Condvar,
     /// Number of open descriptors of this host that may write to the file.
     pub(crate) writers: AtomicU64,
-    /// Number of open descriptors of this host.
+    /// Number of open descriptors of this host, for reading and for writing.
     pub(crate) opens: AtomicU64,
     /// Whether this host has begun to write and has not yet published that it ended.
     pub(crate) has_local_writer: AtomicBool,
@@ -75,6 +75,7 @@ pub(crate) struct LoggedFile<B: Backing> {
     is_removed_elsewhere: AtomicBool,
     /// The error of the last refresh, if it failed.
     read_error: Mutex<Option<Errno>>,
+    /// Retries operations while the backing may not show the latest changes of other hosts yet.
     lag: LagRetry,
 }
 
@@ -176,7 +177,7 @@ impl<'a, B: Backing> LayoutContext<'a, B> {
 }
 
 impl<B: Backing> LoggedFile<B> {
-    /// Makes the state of a file about which this host knows nothing yet.
+    /// Creates the state of a file before its first refresh: without generations, and not open.
     pub(crate) fn new(id: FileId) -> Self {
         Self {
             id,
@@ -196,6 +197,11 @@ impl<B: Backing> LoggedFile<B> {
             read_error: Mutex::default(),
             lag: LagRetry::default(),
         }
+    }
+
+    /// Notes that no program of this host has the file open for writing any more.
+    pub(crate) fn clear_local_writer(&self) {
+        self.has_local_writer.store(false, Ordering::Release);
     }
 
     /// Runs `work`, and repeats it while its error may come from a backing that lags behind other hosts
@@ -225,7 +231,8 @@ impl<B: Backing> LoggedFile<B> {
             }
             match self.check_exists() {
                 Ok(()) => Err(error),
-                // The file was removed, so a repetition would fail too. The outer `Ok` ends the repetitions.
+                // The file was removed, so a repetition would fail too. For `LagRetry`, `Ok` means that no repetition
+                // follows; the inner result is that of `work`.
                 Err(_) => Ok(Err(error)),
             }
         };
@@ -392,8 +399,8 @@ impl<B: Backing> LoggedFile<B> {
         outcome
     }
 
-    /// Opens new generations (containers with logs of the file), reads all indexes, and drops generations that are flat
-    /// or removed.
+    /// Refreshes the list of generations (containers with logs of the file): opens new ones, reads all indexes, and
+    /// drops those that are flat or removed. Also notices that another host has removed the file.
     ///
     /// Runs in one thread at a time. Two threads would both open a new container. One of the two objects would be
     /// dropped, together with its state of this host's own logs.
@@ -407,7 +414,8 @@ impl<B: Backing> LoggedFile<B> {
                     .iter()
                     .any(|container| generation.has_container(container))
         };
-        // Another host removes a generation after it is flat, or together with the file.
+        // Another host removes a generation only after it is flat, or together with the file. So if one that was not
+        // flat has vanished, the file may be removed.
         if old_generations.iter().any(has_vanished) && self.has_lost_last_name(context)? {
             self.is_removed_elsewhere.store(true, Ordering::Release);
         }
@@ -496,8 +504,10 @@ impl<B: Backing> LoggedFile<B> {
         }
     }
 
-    /// Opens a generation, which is one container of the file, without reading its indexes. Returns `None` if it is
-    /// removed, or has no head (the link that says what lies below it) yet.
+    /// Opens a generation, which is one container of the file, without reading its indexes.
+    ///
+    /// Returns `None` if the container is removed, or is still being made: its head, the link that makes it valid, does
+    /// not exist yet. Fails with EIO if the head is damaged or lost.
     fn find_generation(
         &self,
         context: &LayoutContext<'_, B>,
@@ -510,12 +520,12 @@ impl<B: Backing> LoggedFile<B> {
             return Ok(None);
         };
         let head = match head::load(context.backing, &dir, self.id, number)? {
-            Ok(Some(head)) => head,
-            // The container is being made. No host can have written to it.
-            Ok(None) => return Ok(None),
+            HeadState::Valid(head) => head,
+            // No host can have written to the container.
+            HeadState::BeingMade => return Ok(None),
             // Another host has removed the container since it was found.
-            Err(_) if find_dir()?.is_none() => return Ok(None),
-            Err(error) => {
+            HeadState::Unusable(_) if find_dir()?.is_none() => return Ok(None),
+            HeadState::Unusable(error) => {
                 tracing::error!(
                     container = name,
                     file = HEAD,
@@ -531,6 +541,13 @@ impl<B: Backing> LoggedFile<B> {
         Ok(Some(Generation::new(
             self.id, &head, attr.ino, name, container,
         )))
+    }
+
+    /// Sets, for each generation, the length of the file below it, on which changes of the length depend. `plain_bytes`
+    /// is the length of the plain file.
+    fn update_lengths_below(&self, plain_bytes: u64) {
+        // The computation of the length has this effect.
+        self.len(plain_bytes);
     }
 
     /// Returns the length of the file in bytes. `plain_bytes` is the length of the plain file.
@@ -774,8 +791,10 @@ impl<B: Backing> LoggedFile<B> {
         })
     }
 
-    /// Sets the length of the file to `len`. A cut does not hide writes that this host has not seen. `plain_len`
-    /// returns the length of the plain file.
+    /// Sets the length of the file to `len`. `plain_len` returns the length of the plain file.
+    ///
+    /// If this shortens the file, it hides only writes that this host has seen: a write of another host that comes
+    /// between this refresh and the change remains visible.
     pub(crate) fn set_len(
         &self,
         context: &LayoutContext<'_, B>,
@@ -788,8 +807,7 @@ impl<B: Backing> LoggedFile<B> {
             return Ok(());
         }
         self.change(context, plain_len, &|container| {
-            // Sets, for each generation, the length of the file below it, on which the change depends.
-            self.len(plain_len()?);
+            self.update_lengths_below(plain_len()?);
             container.set_len(context.backing, len)
         })
     }
@@ -806,7 +824,7 @@ impl<B: Backing> LoggedFile<B> {
             return Ok(());
         }
         self.change(context, plain_len, &|container| {
-            self.len(plain_len()?);
+            self.update_lengths_below(plain_len()?);
             container.grow(context.backing, len)
         })
     }
@@ -893,8 +911,10 @@ impl<B: Backing> LoggedFile<B> {
         Err(Errno::IO)
     }
 
-    /// Makes the next generation (container), unless the newest one still accepts writers. Another host may make the
-    /// same one, or remove it, at the same time.
+    /// Makes the next generation (container), unless the newest one still accepts writers.
+    ///
+    /// Other hosts may make or remove the same generation at the same time. In that case this returns `Ok` although the
+    /// generation may not exist; the caller refreshes the file and tries again.
     fn create_generation(
         &self,
         context: &LayoutContext<'_, B>,
@@ -909,6 +929,7 @@ impl<B: Backing> LoggedFile<B> {
             return Ok(());
         }
         let number = last_number.map_or(0, |last| last + 1);
+        // Step 1: create the container's directory.
         let dir = match file_dir::create_container(
             context.backing,
             context.containers_dir,
@@ -920,14 +941,15 @@ impl<B: Backing> LoggedFile<B> {
             Err(OwnError::Backing(error)) if is_gone(error) => return Ok(()),
             Err(error) => return Err(error.into()),
         };
-        // Marks the container if this host has removed the last name of the file (DEAD) or is removing it (DYING). This
-        // check follows the creation, because the removal marks only containers that exist by then.
+        // Step 2: mark the container if this host has removed the last name of the file (DEAD) or is removing it
+        // (DYING). This check follows the creation, because the removal marks only containers that exist by then.
         if self.is_removed.load(Ordering::Acquire) {
             own::replace_file(context.backing, &dir, DEAD, context.host.as_bytes())?;
         } else if self.is_dying.load(Ordering::Acquire) {
             own::replace_file(context.backing, &dir, DYING, context.host.as_bytes())?;
         }
-        let published = self.publish_head(context, number, plain_len);
+        // Step 3: put the head, after which hosts may write to the container.
+        let published = self.publish_head_or_remove(context, number, plain_len);
         if published.is_err() && self.find_container(context, number)?.is_none() {
             // Another host had made the container, and has flattened and removed it since.
             return Ok(());
@@ -950,8 +972,9 @@ impl<B: Backing> LoggedFile<B> {
         )?)
     }
 
-    /// Removes a container that must not get a head (the link that makes it valid), unless it has one by now.
-    fn remove_headless(
+    /// Removes a container that must not get a head (the link that makes it valid). Does nothing if it has a head by
+    /// now (`has_no_head` returns false), if a live writer is registered in it, or if another host has it locked.
+    fn remove_container_without_head(
         &self,
         context: &LayoutContext<'_, B>,
         dir: B::Inode,
@@ -979,16 +1002,14 @@ impl<B: Backing> LoggedFile<B> {
         Ok(())
     }
 
-    /// Puts the head (the link that says what lies below a container) into a container that has none. Hosts may then
-    /// write to it.
+    /// Puts the head (the link that says what lies below a container) into a container that has none, so that hosts may
+    /// write to it; or removes the container. Does nothing if the container has a head or is gone.
     ///
-    /// The head of generation 0 says how many bytes of the plain file count below it. Those bytes stay unchanged until
-    /// the generation is flattened. The container is removed instead in two cases:
-    /// * Generation 0 was flattened, and a later generation was made, before this host made generation 0 anew. The new
-    ///   container would lie below a newer generation. No host has read or written it.
-    /// * The container has an index but no head: the head was lost at a power failure. Nothing in the container was
-    ///   durable.
-    fn publish_head(
+    /// The container is removed in two cases:
+    /// * It is generation 0, and a later generation exists. The first generation 0 was flattened and removed, and this
+    ///   host made another one too late. No host has read or written it.
+    /// * It has an index but no head: the head was lost at a power failure. Nothing in the container was durable.
+    fn publish_head_or_remove(
         &self,
         context: &LayoutContext<'_, B>,
         number: u32,
@@ -1000,18 +1021,19 @@ impl<B: Backing> LoggedFile<B> {
         };
         let has_no_head = || -> Result<bool> {
             let head = head::load(context.backing, &dir, self.id, number)?;
-            // A damaged head is a head: opening the container reports the damage.
-            Ok(matches!(head, Ok(None)))
+            // A damaged head counts as a head: opening the container reports the damage.
+            Ok(matches!(head, HeadState::BeingMade))
         };
         if !has_no_head()? {
             return Ok(());
         }
-        let is_below_another =
+        let is_below_newer_generation =
             number == 0 && containers.iter().any(|container| container.number > 0);
-        if is_below_another || head::has_index(context.backing, &dir)? {
-            return self.remove_headless(context, dir.clone(), number, &has_no_head);
+        if is_below_newer_generation || head::has_index(context.backing, &dir)? {
+            return self.remove_container_without_head(context, dir.clone(), number, &has_no_head);
         }
-        // Only generation 0 lies over the plain file.
+        // The head of generation 0 says how many bytes of the plain file count below it. Later generations do not lie
+        // over the plain file.
         let plain_bytes = if number == 0 { plain_len()? } else { 0 };
         Head::new(self.id, number, plain_bytes).publish(context.backing, &dir)
     }
@@ -1083,6 +1105,8 @@ impl<B: Backing> LoggedFile<B> {
 
     /// Copies the bytes of the generations (containers) to the plain file `inode`, the lowest first, as far as other
     /// hosts allow. Hosts share the work in parts of `unit_bytes` bytes.
+    ///
+    /// A generation that another host removes meanwhile, or a damaged table, makes an attempt fail; it is repeated.
     pub(crate) fn flatten(
         &self,
         context: &LayoutContext<'_, B>,
@@ -1105,12 +1129,14 @@ impl<B: Backing> LoggedFile<B> {
             };
             let plain_bytes = context.backing.attr_now(inode)?.size;
             Self::set_lengths_below(&generations, plain_bytes);
+            // If the attempt fails and this number has grown, a damaged table was the cause.
             let rejected_tables = lowest.container.rejected_table_count();
             match lowest.flatten(context, inode, unit_bytes, is_alive) {
                 // The next attempt flattens the generation above.
                 Ok(FlattenOutcome::Flat) => {}
                 Ok(outcome) => return Ok(outcome),
                 Err(error) => match lowest.find_failure_cause(context, rejected_tables)? {
+                    // Try again: without the generation, or without the table, which is rejected by now.
                     FailureCause::Removed | FailureCause::TableDamaged => {}
                     FailureCause::Other | FailureCause::Flat => return Err(error),
                 },
@@ -1162,8 +1188,10 @@ impl<B: Backing> LoggedFile<B> {
         Ok(true)
     }
 
-    /// Replaces a damaged or missing head of a container: the link that says what lies below it. Returns false if a
-    /// host is writing to the container; then nothing is changed. A container that is gone needs no head (true).
+    /// Replaces the head of a container (the link that says what lies below it) if it is damaged or missing.
+    ///
+    /// Returns true if no further work is needed: the head is replaced or was usable, or the container is gone. Returns
+    /// false, and leaves the head as it is, if a host is writing to the container or is copying its bytes.
     fn renew_head(
         &self,
         context: &LayoutContext<'_, B>,
@@ -1195,7 +1223,7 @@ impl<B: Backing> LoggedFile<B> {
     ) -> Result<()> {
         for container in self.list(context)? {
             let Some(generation) = self.open_generation(context, container.number)? else {
-                self.publish_head(context, container.number, plain_len)?;
+                self.publish_head_or_remove(context, container.number, plain_len)?;
                 continue;
             };
             if let Some(lifecycle) = generation.lifecycle(context)?
@@ -1479,8 +1507,9 @@ fn locate_up_to<B: Backing>(
     Ok(())
 }
 
-/// Lists where the bytes of `range` lie in a stack of generations (containers). Bytes that the newest generation does
-/// not have are found in those below it.
+/// Lists where the bytes of `range` lie in a stack of generations (containers). Looks in the newest generation first,
+/// which calls this function again for bytes that it does not have, with the older generations. The plain file is the
+/// lowest.
 fn locate_in_stack<B: Backing>(
     backing: &B,
     generations: &[Arc<Generation<B>>],
@@ -1494,6 +1523,7 @@ fn locate_in_stack<B: Backing>(
         return Ok(
             match located.find_or_add_file(backing, DataFile::Plain, plain_file) {
                 Some(file_index) => located.add(range, file_index, position),
+                // There is no descriptor of the plain file for the list: programs read these bytes through the mount.
                 None => located.skip(range),
             },
         );
@@ -1504,7 +1534,7 @@ fn locate_in_stack<B: Backing>(
         if status == ListStatus::Full {
             return Ok(status);
         }
-        // The file below may be shorter than the range. Bytes beyond its end are zeros.
+        // The file below may be shorter than the range. Bytes beyond its end are zeros, which are not listed.
         Ok(located.skip(located.end..end))
     };
     newest

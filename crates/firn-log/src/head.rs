@@ -145,18 +145,36 @@ impl Head {
     }
 }
 
-/// Reads the head of a container. Returns `None` if the container is being made. The outer error is that of the
-/// backing. The inner one says why the head cannot be used.
+/// The state of a container's head.
+pub(crate) enum HeadState {
+    /// The container has a valid head.
+    Valid(Head),
+    /// The container has no head yet. No bytes in it were synced.
+    BeingMade,
+    /// The head cannot be used.
+    Unusable(HeadError),
+}
+
+impl From<Result<Head, HeadError>> for HeadState {
+    fn from(decoded: Result<Head, HeadError>) -> Self {
+        match decoded {
+            Ok(head) => Self::Valid(head),
+            Err(error) => Self::Unusable(error),
+        }
+    }
+}
+
+/// Reads the head of a container. Fails only if the backing fails or the object is not trusted.
 ///
 /// The first sync of bytes in a container also makes its name and its head durable. So a power loss takes the head only
-/// from a container without synced bytes. Such a container counts as being made. A container that was synced and has no
-/// head is [`HeadError::Missing`].
+/// from a container without synced bytes, which counts as being made. If a container was synced and has no head, the
+/// head is unusable ([`HeadError::Missing`]).
 pub(crate) fn load<B: Backing>(
     backing: &B,
     dir: &B::Inode,
     file: FileId,
     generation: u32,
-) -> Result<Result<Option<Head>, HeadError>, OwnError> {
+) -> Result<HeadState, OwnError> {
     let read_head = || -> Result<Option<Result<Head, HeadError>>, OwnError> {
         match own::read_link(backing, dir, HEAD) {
             Ok(text) => Ok(text.map(|text| Head::decode_for(&text, file, generation))),
@@ -167,16 +185,16 @@ pub(crate) fn load<B: Backing>(
             Err(error) => Err(error),
         }
     };
-    if let Some(head) = read_head()? {
-        return Ok(head.map(Some));
+    if let Some(decoded) = read_head()? {
+        return Ok(decoded.into());
     }
     if !was_synced(backing, dir)? {
-        return Ok(Ok(None));
+        return Ok(HeadState::BeingMade);
     }
     // The head may have been put after the first read, before the sync that was found.
     match read_head()? {
-        Some(head) => Ok(head.map(Some)),
-        None => Ok(Err(HeadError::Missing)),
+        Some(decoded) => Ok(decoded.into()),
+        None => Ok(HeadState::Unusable(HeadError::Missing)),
     }
 }
 

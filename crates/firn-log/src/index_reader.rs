@@ -16,6 +16,8 @@ pub(crate) const INDEX_READ_BYTES: usize = 2 << 20;
 /// Length of the first read. Most reads find little or nothing, and allocating a larger buffer takes longer than the
 /// call.
 const FIRST_READ_BYTES: usize = 16 << 10;
+/// Length of the read that finds out whether an index ends at a position.
+const SHORT_READ_BYTES: usize = 64;
 
 /// Frames that one read found in an index.
 pub(crate) struct FramesRead {
@@ -76,21 +78,22 @@ pub(crate) fn read_part<B: Backing>(
     })
 }
 
-/// Distinguishes damage in an index from its ordinary end: `offset` is where no valid frame (entry) begins. Returns
-/// whether a later frame says that bytes after `offset` were durable; then the index is damaged.
+/// Returns whether an index is damaged at `offset`, where no valid frame (entry) begins. It is damaged if a later frame
+/// notes a sync that made bytes after `offset` durable. Otherwise the index ordinarily ends at `offset`.
 pub(crate) fn has_synced_frame_after<B: Backing>(
     backing: &B,
     index: &B::File,
     offset: u64,
 ) -> Result<bool> {
     // Usually the index ends here, or a frame is just being appended. Then a short read suffices.
-    let mut first_bytes = [0; 64];
+    let mut first_bytes = [0; SHORT_READ_BYTES];
     let count = backing.read_at(index, &mut first_bytes, offset)?;
     let index_ends_here = count < first_bytes.len();
     let bytes_at_offset = &first_bytes[..count];
     // Another frame may follow in these bytes. The frame at `offset` is then not at the end, but its stored length is
     // damaged.
     let is_followed_by_frame = find_magic(bytes_at_offset.get(1..).unwrap_or(&[])).is_some();
+    // There are no bytes, or only the beginning of one frame, which its writer is appending or could not complete.
     if index_ends_here
         && !is_followed_by_frame
         && Frame::decode(bytes_at_offset) == DecodedFrame::Incomplete

@@ -5,8 +5,8 @@
 //! of these bytes, says. None of these is an error at first, so the operation is tried again until a time limit passes.
 //! If it still fails then, the data is damaged or removed.
 //!
-//! After one retry was in vain, no thread retries for that file for [`RETRY_PAUSE`]. Damage would otherwise delay each
-//! read of the file.
+//! After a retry has failed to the end, no thread retries for that file for [`RETRY_PAUSE`]. Damage would otherwise
+//! delay each read of the file.
 
 use std::time::{Duration, Instant};
 
@@ -16,22 +16,23 @@ use firn_backing::{Backing, Errno, Result};
 
 /// Waits between attempts: from 1 ms, doubled up to 100 ms.
 const RETRY_WAITS: Backoff = Backoff::new(Duration::from_millis(1), Duration::from_millis(100));
-/// After a retry in vain, later errors of the file are returned at once for this long.
+/// After a retry has failed to the end, later errors of the file are returned at once for this long.
 const RETRY_PAUSE: Duration = Duration::from_secs(60);
 
 /// Retries operations on one file while the backing may lag.
 #[derive(Default)]
 pub(crate) struct LagRetry {
-    /// When a retry last ended in vain.
+    /// When a retry last failed to the end.
     last_failure: Mutex<Option<Instant>>,
-    /// The fault that was found last. It is logged if the retry is in vain.
+    /// The fault that was found last. It is logged if the retry fails to the end.
     fault: Mutex<Option<String>>,
 }
 
 impl LagRetry {
-    /// Runs `work` until it succeeds, fails with an error that no lag explains, or `lag_max` has passed. Returns its
-    /// last result. `refresh` reads the backing again before each further attempt. For a time after a retry in vain,
-    /// there is only one attempt.
+    /// Runs `work` until it succeeds, fails with an error that a stale cache of the backing cannot explain, or
+    /// `lag_max` has passed. Returns its last result. `refresh` reads the backing again before each further attempt.
+    ///
+    /// After a retry that failed to the end, retries are suspended for [`RETRY_PAUSE`]: `work` then runs only once.
     pub(crate) fn retry<T>(
         &self,
         lag_max: Duration,
@@ -46,8 +47,8 @@ impl LagRetry {
                 outcome => return outcome,
             };
             let waited = first_error_at.get_or_insert_with(Instant::now).elapsed();
-            if waited >= lag_max || self.is_paused() {
-                self.stop_retrying(error, waited);
+            if waited >= lag_max || self.are_retries_suspended() {
+                self.suspend_retries(error, waited);
                 return Err(error);
             }
             std::thread::sleep(waits.next_wait().min(lag_max));
@@ -55,7 +56,7 @@ impl LagRetry {
         }
     }
 
-    /// Stores a fault, to be logged if the retry ends in vain.
+    /// Stores a fault, to be logged if the retry fails to the end.
     pub(crate) fn record_fault(&self, fault: String) {
         *self.fault.lock() = Some(fault);
     }
@@ -65,14 +66,14 @@ impl LagRetry {
         self.fault.lock().take()
     }
 
-    /// Returns whether a retry was in vain within the last [`RETRY_PAUSE`].
-    fn is_paused(&self) -> bool {
+    /// Returns whether a retry failed to the end within the last [`RETRY_PAUSE`].
+    fn are_retries_suspended(&self) -> bool {
         let last_failure = *self.last_failure.lock();
         last_failure.is_some_and(|failed_at| failed_at.elapsed() < RETRY_PAUSE)
     }
 
-    /// Starts the pause, and logs the stored fault.
-    fn stop_retrying(&self, error: Errno, waited: Duration) {
+    /// Suspends further retries for [`RETRY_PAUSE`], and logs the stored fault.
+    fn suspend_retries(&self, error: Errno, waited: Duration) {
         *self.last_failure.lock() = Some(Instant::now());
         let stored_fault = self.take_fault();
         let fault = stored_fault

@@ -14,17 +14,18 @@ const RETRY_WAIT: Duration = Duration::from_millis(50);
 
 /// The requests to a log layout, without the type of the backing below it.
 pub trait Logs: Sync {
-    /// Copies the logs of closed files to the plain files, as [`LogBacking::settle`] does.
+    /// Copies the logs of files that were closed, and are queued for that, to the plain files ([`LogBacking::settle`]).
+    /// Returns the numbers of files that are left in logs.
     fn settle(&self) -> UnflattenedFiles;
-    /// See [`LogBacking::wait_for_ended`].
+    /// Waits until there is a file to settle, or a call of [`Logs::wake`], for at most `time`.
     fn wait_for_ended(&self, time: Duration);
-    /// See [`LogBacking::wake`].
+    /// Ends the present or the next [`Logs::wait_for_ended`] at once.
     fn wake(&self);
-    /// See [`LogBacking::count_logged`].
+    /// Returns how many files and bytes are in logs, as far as this host knows.
     fn count_logged(&self) -> LoggedTotals;
-    /// See [`LogBacking::find_orphans`].
+    /// Walks all files to find logs without a file. Removes those of removed files ([`LogBacking::find_orphans`]).
     fn find_orphans(&self) -> Result<Orphans>;
-    /// See [`LogBacking::end_removals`].
+    /// Finishes removals of files that dead hosts began ([`LogBacking::end_removals`]).
     fn end_removals(&self) -> Result<()>;
     /// Counts the files at or below `path` that have containers.
     fn count_below(&self, path: &[u8]) -> Result<usize>;

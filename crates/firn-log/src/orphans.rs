@@ -54,8 +54,11 @@ pub(crate) enum ContainerLookup<'a, B: Backing> {
 }
 
 impl<'a, B: Backing> ContainerLookup<'a, B> {
-    /// Finds the container `name`, a directory with logs of one file. `name` may also be that of a file's directory
-    /// that is not trusted, which stands for its containers.
+    /// Finds the container `name`, a directory with logs of one file, and checks that no other user may have changed
+    /// it.
+    ///
+    /// A file's directory that is not trusted cannot be listed. [`NamedContainer::name`] then is the name of that
+    /// directory, and the result for it is `Distrusted`.
     pub(crate) fn find(
         backing: &'a B,
         containers_dir: &B::Inode,
@@ -83,14 +86,12 @@ fn find_trusted<'a, B: Backing>(
     name: &str,
     host: &'a str,
 ) -> std::result::Result<Option<VoteDir<'a, B>>, OwnError> {
-    let (id, is_container) = match FileId::parse_container_name(name.as_bytes()) {
-        Some((id, _)) => (id, true),
-        None => match FileId::parse_dir_name(name.as_bytes()) {
-            Some(id) => (id, false),
-            None => return Ok(None),
-        },
+    let id_of_container = FileId::parse_container_name(name.as_bytes()).map(|(id, _)| id);
+    let is_container = id_of_container.is_some();
+    let Some(id) = id_of_container.or_else(|| FileId::parse_dir_name(name.as_bytes())) else {
+        return Ok(None);
     };
-    // Opened also for the name of a file's directory, which fails if the directory is not trusted.
+    // Fails if the file's directory is not trusted. If `name` is that of the directory, only this check matters.
     let Some(dir) = file_dir::find(backing, containers_dir, id)? else {
         return Ok(None);
     };
@@ -126,15 +127,16 @@ pub(crate) struct CleanUpContext<'a> {
     pub(crate) open_files: &'a HashSet<FileId>,
 }
 
-/// Cleans up after this host's last life, at a mount.
+/// Cleans up, at a mount, what this host's previous run left. (A *run* lasts from a mount to its end or crash.)
 ///
 /// * Removes this host's registrations as a writer.
 /// * Removes half-removed containers of all hosts.
 /// * Removes containers of files that this host, or a host that is dead now, has removed. Containers of open files
 ///   remain.
 ///
-/// Returns the containers (directories with logs) of files that this host was removing and that still exist.
-pub(crate) fn clean_up_last_life<B: Backing>(
+/// Returns the containers (directories with logs) that still exist and have a mark of this host: it was removing their
+/// file.
+pub(crate) fn clean_up_previous_run<B: Backing>(
     backing: &B,
     containers_dir: &B::Inode,
     clean_up: &CleanUpContext<'_>,
@@ -147,7 +149,7 @@ pub(crate) fn clean_up_last_life<B: Backing>(
         else {
             continue;
         };
-        // This host has not written yet, so a registration as a writer is from its last life.
+        // This host has not written yet, so a registration of it as a writer is from its previous run.
         container.withdraw_hint(WRITING)?;
         if clean_up.has_open_file(&name) {
             continue;
@@ -156,7 +158,7 @@ pub(crate) fn clean_up_last_life<B: Backing>(
             continue;
         };
         let mut is_removed = false;
-        if mark.is_dead && clean_up.has_host_ended(&mark.host)? {
+        if mark.is_name_removed && clean_up.has_host_ended(&mark.host)? {
             let removal = remove_unused(backing, containers_dir, &container, clean_up.is_alive);
             is_removed = ignore_missing_lane(removal)?.unwrap_or(false);
         }
@@ -176,7 +178,8 @@ impl CleanUpContext<'_> {
         }
     }
 
-    /// Returns whether the life in which a host put a mark is over. The marks of this host are from its last life.
+    /// Returns whether the host that put a mark has ended its work for the mark: it is dead, or it is this host, and its
+    /// marks are from its previous run.
     fn has_host_ended(&self, host: &str) -> Result<bool> {
         Ok(host == self.host || !(self.is_alive)(host)?)
     }
@@ -187,16 +190,19 @@ struct Mark {
     /// The host that put the mark.
     host: String,
     /// Whether the mark is `dead`: the name is removed. Otherwise it is `dying`.
-    is_dead: bool,
+    is_name_removed: bool,
 }
 
 impl Mark {
     /// Reads the mark of a container. `dead` takes precedence over `dying`.
     fn read<B: Backing>(container: &VoteDir<'_, B>) -> Result<Option<Self>> {
-        for (mark, is_dead) in [(DEAD, true), (DYING, false)] {
+        for (mark, is_name_removed) in [(DEAD, true), (DYING, false)] {
             if let Some(host) = container.read(mark)? {
                 let host = String::from_utf8_lossy(&host).into_owned();
-                return Ok(Some(Self { host, is_dead }));
+                return Ok(Some(Self {
+                    host,
+                    is_name_removed,
+                }));
             }
         }
         Ok(None)
@@ -281,15 +287,16 @@ pub(crate) struct OrphanSearch<'a, B: Backing> {
 }
 
 impl<B: Backing> OrphanSearch<'_, B> {
-    /// Searches for containers (directories with logs) that have no file. Removes half-removed containers, and
-    /// containers of removed files. Returns the containers whose file is gone without a removal. Leaves alone what a
-    /// live host is working on.
+    /// Searches for containers (directories with logs) that have no file. Removes those of files that a host has
+    /// removed through Firn, and half-removed ones. The result also lists the containers that are kept although their
+    /// file is gone, because it was not removed through Firn.
     ///
-    /// The backing is walked only if the marks of a container do not decide its state.
+    /// Leaves alone what a live host is working on. Walks through the backing only if the marks of a container do not
+    /// show whether its file still exists.
     pub(crate) fn run(&self, scope: SearchScope) -> Result<Orphans> {
         ignore_missing_lane(remove_half_removed(self.backing, self.containers_dir))?;
         let mut orphans = Orphans::default();
-        let undecided = self.handle_by_mark(scope, &mut orphans)?;
+        let undecided = self.sort_out_by_mark(scope, &mut orphans)?;
         let SearchResult {
             found,
             missing,
@@ -298,47 +305,50 @@ impl<B: Backing> OrphanSearch<'_, B> {
         // A later search decides on these.
         orphans.waiting.extend(unknown);
         for name in found {
-            self.unmark_if_over(&name)?;
+            self.clear_stale_mark(&name)?;
         }
         for name in missing {
-            self.handle_without_file(name, &mut orphans)?;
+            self.remove_or_report(name, &mut orphans)?;
         }
         Ok(orphans)
     }
 
-    /// Removes the containers (directories with logs) of files that have lost their last name. The host that removes a
-    /// file says so by a *mark*, a file in each container. Returns the containers that have to be kept or removed
-    /// depending on whether their file exists.
-    fn handle_by_mark(
+    /// Decides about each container (directory with logs) by its *mark*, the file by which a host announces that it
+    /// removes the container's file. Removes the containers of files that have lost their last name. Returns the
+    /// containers that must be kept or removed depending on whether their file exists.
+    fn sort_out_by_mark(
         &self,
         scope: SearchScope,
         orphans: &mut Orphans,
     ) -> Result<Vec<NamedContainer>> {
-        let examines_unmarked = scope == SearchScope::All;
+        let includes_unmarked = scope == SearchScope::All;
         let mut undecided = Vec::new();
         for named in list_containers(self.backing, self.containers_dir)? {
             let container = match self.find(&named.name)? {
                 ContainerLookup::Trusted(container) => container,
-                ContainerLookup::Distrusted if examines_unmarked => {
+                ContainerLookup::Distrusted if includes_unmarked => {
                     undecided.push(named);
                     continue;
                 }
                 ContainerLookup::Distrusted | ContainerLookup::Gone => continue,
             };
             match Mark::read(&container)? {
-                // The host of the mark is at work.
+                // The host of the mark is still removing the file: leave the container to it.
                 Some(mark) if !self.has_host_ended(&mark, &named.name)? => {}
-                Some(mark) if mark.is_dead => self.remove(&container, named.name, orphans)?,
+                Some(mark) if mark.is_name_removed => {
+                    self.remove(&container, named.name, orphans)?
+                }
                 Some(_) => undecided.push(named),
-                None if examines_unmarked => undecided.push(named),
+                None if includes_unmarked => undecided.push(named),
                 None => {}
             }
         }
         Ok(undecided)
     }
 
-    /// Removes the mark `dying` of a container whose file exists, unless the host of the mark is at work.
-    fn unmark_if_over(&self, name: &str) -> Result<()> {
+    /// Removes the mark `dying` from a container if its file was found to exist. Does nothing if the host of the mark is
+    /// still removing the file, or if the container has no mark.
+    fn clear_stale_mark(&self, name: &str) -> Result<()> {
         if let ContainerLookup::Trusted(container) = self.find(name)?
             && let Some(mark) = Mark::read(&container)?
             && self.has_host_ended(&mark, name)?
@@ -349,9 +359,11 @@ impl<B: Backing> OrphanSearch<'_, B> {
         Ok(())
     }
 
-    /// Removes a container, a directory with logs, after its file was found missing. If it may have writes and no host
-    /// marked it for removal, it is kept and only added to the lost ones.
-    fn handle_without_file(&self, name: String, orphans: &mut Orphans) -> Result<()> {
+    /// Removes a container, a directory with logs, after its file was found missing. Adds its name to `orphans`.
+    ///
+    /// If it may have writes and no host marked it for removal, it is kept and reported as lost. If the host of its
+    /// mark is still removing the file, it is left alone.
+    fn remove_or_report(&self, name: String, orphans: &mut Orphans) -> Result<()> {
         let container = match self.find(&name)? {
             ContainerLookup::Trusted(container) => container,
             ContainerLookup::Distrusted => {
@@ -378,7 +390,7 @@ impl<B: Backing> OrphanSearch<'_, B> {
         ContainerLookup::find(self.backing, self.containers_dir, name, self.host)
     }
 
-    /// Returns whether the host that put a mark is dead, or put it in its last life.
+    /// Returns whether the host that put a mark is dead, or is this host and put it in its previous run.
     fn has_host_ended(&self, mark: &Mark, name: &str) -> Result<bool> {
         if mark.host == self.host {
             Ok(self.marked.lock().contains(name))
@@ -489,7 +501,7 @@ pub(crate) fn search_files<B: Backing>(
             break;
         }
         let ids = sought.iter().map(|container| container.file).collect();
-        let walk = DirectoryWalk::through(backing, &ids)?;
+        let walk = DirectoryWalk::walk_backing(backing, &ids)?;
         let is_found = |container: &mut NamedContainer| walk.found.contains(&container.file);
         let found_now = sought.extract_if(.., is_found);
         found.extend(found_now.map(|container| container.name));
@@ -567,7 +579,7 @@ fn remove_half_removed<B: Backing>(backing: &B, containers_dir: &B::Inode) -> Re
 
 /// Returns whether a directory in `.firn` holds files of programs: those of transactions and of stub trees. The other
 /// directories there may hold files whose last name was removed.
-pub(crate) fn has_files_of_programs(name: &[u8]) -> bool {
+pub(crate) fn holds_program_files(name: &[u8]) -> bool {
     let of_transactions = [&b"tx-"[..], b"undo-", b"host-"];
     name == STUBS.as_bytes()
         || of_transactions
@@ -587,10 +599,12 @@ struct DirectoryWalk {
 /// The part of the backing in which a directory of the walk lies.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum WalkRegion {
+    /// The top of the backing.
     Top,
-    Firn,
+    /// `.firn` itself.
+    FirnDir,
     /// Below `.firn`.
-    Own,
+    InFirnDir,
     /// The directories of programs.
     Files,
 }
@@ -599,9 +613,9 @@ impl WalkRegion {
     /// Returns the region of the directory `name` in a directory of this region.
     fn child_region(self, name: &[u8]) -> Self {
         match self {
-            Self::Top if name == TOP.as_bytes() => Self::Firn,
+            Self::Top if name == TOP.as_bytes() => Self::FirnDir,
             Self::Top | Self::Files => Self::Files,
-            Self::Firn | Self::Own => Self::Own,
+            Self::FirnDir | Self::InFirnDir => Self::InFirnDir,
         }
     }
 }
@@ -609,7 +623,7 @@ impl WalkRegion {
 impl DirectoryWalk {
     /// Walks through the backing and finds those of the sought files that have a name. Also records the directories, so
     /// that two walks can be compared.
-    fn through<B: Backing>(backing: &B, sought: &HashSet<FileId>) -> Result<Self> {
+    fn walk_backing<B: Backing>(backing: &B, sought: &HashSet<FileId>) -> Result<Self> {
         let mut walk = Self {
             found: HashSet::new(),
             dirs: HashMap::new(),
@@ -619,10 +633,10 @@ impl DirectoryWalk {
         let mut dirs = vec![(root, WalkRegion::Top)];
         while let Some((dir, region)) = dirs.pop() {
             for (name, ino, kind) in own::list(backing, &dir)? {
-                if region == WalkRegion::Firn && !has_files_of_programs(&name) {
+                if region == WalkRegion::FirnDir && !holds_program_files(&name) {
                     continue;
                 }
-                // Only directories and files that may be sought ones are looked up.
+                // Look up only directories, and files with the inode number of a sought one.
                 let may_be_dir = matches!(kind, None | Some(Kind::Dir));
                 if !may_be_dir && !sought.iter().any(|id| id.ino == ino) {
                     continue;
@@ -630,6 +644,7 @@ impl DirectoryWalk {
                 let child_region = region.child_region(&name);
                 let (inode, attr) = match backing.lookup(&dir, &OsString::from_vec(name)) {
                     Ok(entry) => entry,
+                    // The object was removed since its directory was listed.
                     Err(Errno::NOENT) => continue,
                     Err(error) => return Err(error),
                 };

@@ -11,7 +11,8 @@
 //! length, but only those of changes that its host had seen ([`crate::cut`]). A change that its host had not seen
 //! counts, whatever its key is.
 //!
-//! Length. The file ends where the last byte ends that no cut hides.
+//! Length. The length of the file is the largest end of its visible bytes: those that no cut hides. Growths count as
+//! bytes here ([`crate::cut::Growth`]).
 //!
 //! Terms
 //! * Run: pieces of one length at equal distances in the file.

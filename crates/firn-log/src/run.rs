@@ -155,10 +155,12 @@ impl Run {
         if piece.len != self.len || piece.offset < end {
             return false;
         }
-        let stride = piece.offset - self.offset;
+        let distance_from_first = piece.offset - self.offset;
         if self.count == 1 {
-            self.stride = stride;
-        } else if self.stride.checked_mul(self.count) != Some(stride) {
+            // The second piece determines the stride.
+            self.stride = distance_from_first;
+        } else if self.stride.checked_mul(self.count) != Some(distance_from_first) {
+            // The next piece must begin at `offset + stride * count`.
             return false;
         }
         self.count += 1;

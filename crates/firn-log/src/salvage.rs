@@ -23,7 +23,7 @@ use firn_hosts::own;
 
 use crate::container::{Container, UnreadableRange, Walk};
 use crate::frame::Frame;
-use crate::head::{self, HEAD, Head, HeadError};
+use crate::head::{self, HEAD, Head, HeadError, HeadState};
 use crate::index_reader::{find_frame, has_synced_frame_after, read_index};
 use crate::names::Writer;
 use crate::resolve::WriterId;
@@ -122,13 +122,13 @@ impl ReadableIndex {
 }
 
 impl<B: Backing> Lifecycle<'_, B> {
-    /// Makes `head`, the link that makes a container valid, again if it is missing or damaged. Returns false if a
-    /// writer is registered that `is_alive` reports as alive.
+    /// Replaces the head, the link that makes a container valid, by `new_head` if it is missing or damaged. Returns
+    /// true if the container needs no further change for that. Returns false if a writer is registered that `is_alive`
+    /// reports as alive, or if another host holds the container's exclusive lock.
     ///
-    /// The lost head said how many bytes of the plain file count. The plain file's present length takes the place of
-    /// that number. While the head existed, only flattening of this container changed the plain file: it cut what does
-    /// not count, and then wrote bytes of the logs. If the plain file is longer now, the bytes beyond the old length
-    /// are those of the logs, or holes.
+    /// The lost head said how many bytes of the plain file count. The new one counts all bytes that the plain file has
+    /// now. That is right: since the container was made, only its own flattening has changed the plain file. Bytes
+    /// beyond the old length are therefore copies of bytes in the logs, or holes.
     pub(crate) fn renew_head(
         &self,
         new_head: Head,
@@ -137,9 +137,11 @@ impl<B: Backing> Lifecycle<'_, B> {
     ) -> Result<bool> {
         let dir = self.container_dir();
         match head::load(self.backing, dir, new_head.file, new_head.generation)? {
-            Err(HeadError::Missing | HeadError::Damaged) => {}
+            HeadState::Unusable(HeadError::Missing | HeadError::Damaged) => {}
             // A head of another version or of another file is not damaged.
-            Ok(_) | Err(HeadError::Version(_) | HeadError::Foreign) => return Ok(true),
+            HeadState::Valid(_)
+            | HeadState::BeingMade
+            | HeadState::Unusable(HeadError::Version(_) | HeadError::Foreign) => return Ok(true),
         }
         if !self.close(is_alive)? {
             return Ok(false);
@@ -159,7 +161,8 @@ impl<B: Backing> Lifecycle<'_, B> {
         })
     }
 
-    /// Gives up what cannot be read. Returns false if a writer is registered that `is_alive` reports as alive.
+    /// Gives up what cannot be read. Returns false if a writer is registered that `is_alive` reports as alive, or if
+    /// another host holds the container's exclusive lock.
     pub(crate) fn salvage(
         &self,
         unit_bytes: u64,
@@ -175,8 +178,8 @@ impl<B: Backing> Lifecycle<'_, B> {
     /// Gives up the damaged parts of a container, a directory with the logs and indexes of all hosts. The rest can then
     /// be copied to the plain file. The caller holds the container's exclusive lock.
     ///
-    /// Finds the readable parts of the indexes, then the damaged blocks of the logs. Reports all losses, makes the
-    /// report durable, and puts the new seal, which says how much of each index counts.
+    /// First builds a new seal, which says how much of each index counts and which blocks of logs are lost. Then
+    /// reports all losses, makes the report durable, and puts the new seal. Does nothing if nothing is damaged.
     fn salvage_exclusively(&self, unit_bytes: u64, reporter: &mut LossReporter<'_>) -> Result<()> {
         let names = self.vote_dir().names()?;
         // All bytes are in the plain file, so damage in the container means nothing.
@@ -189,7 +192,7 @@ impl<B: Backing> Lifecycle<'_, B> {
         let indexes = self
             .container
             .salvage_indexes(self.backing, old_seal.as_ref())?;
-        let mut seal = seal_of_readable(old_seal.as_ref(), &indexes, unit_bytes);
+        let mut seal = build_seal(old_seal.as_ref(), &indexes, unit_bytes);
         // From here on this host reads the container by the new seal.
         self.container.apply_seal(self.backing, seal.clone())?;
         if old_seal.is_none() {
@@ -203,6 +206,7 @@ impl<B: Backing> Lifecycle<'_, B> {
             reporter.add(LostPart::Seal)?;
         }
         self.report_losses(&indexes, &mut seal, &is_flat, reporter)?;
+        // The stored seal already has all losses, or nothing is damaged and the container is not sealed.
         let is_same_seal = old_seal.is_some_and(|old_seal| old_seal == seal);
         let is_undamaged = stored_seal.is_none() && seal.lost.is_empty();
         if is_same_seal || is_undamaged {
@@ -233,7 +237,7 @@ impl<B: Backing> Lifecycle<'_, B> {
         for (writer, index) in indexes {
             self.report_lost_frames(writer, &index.lost, reporter)?;
         }
-        self.visit_lost_bytes(seal, is_flat, &mut |unreadable| {
+        self.record_lost_bytes(seal, is_flat, &mut |unreadable| {
             reporter.add(LostPart::Bytes {
                 range: unreadable.file,
                 host: unreadable.host,
@@ -249,7 +253,7 @@ impl<B: Backing> Lifecycle<'_, B> {
     fn add_lost_blocks(&self, seal: &mut Seal, is_flat: &dyn Fn(u64) -> bool) -> Result<()> {
         loop {
             let rejected_tables = self.container.rejected_table_count();
-            let outcome = self.visit_lost_bytes(seal, is_flat, &mut |_| Ok(()));
+            let outcome = self.record_lost_bytes(seal, is_flat, &mut |_| Ok(()));
             if self.container.rejected_table_count() == rejected_tables {
                 return outcome;
             }
@@ -274,9 +278,10 @@ impl<B: Backing> Lifecycle<'_, B> {
         Ok(())
     }
 
-    /// Visits the damaged bytes of the file, and adds the blocks of logs with these bytes to the seal. So all hosts
-    /// give up the same ones. Leaves out parts that are flat, that is, in the plain file already.
-    fn visit_lost_bytes(
+    /// Finds the damaged bytes of the file, and records the blocks of logs with these bytes in the seal as lost. So all
+    /// hosts give up the same ones. Calls `visit` with each damaged range. Leaves out parts that are flat, that is, in
+    /// the plain file already.
+    fn record_lost_bytes(
         &self,
         seal: &mut Seal,
         is_flat: &dyn Fn(u64) -> bool,
@@ -293,6 +298,7 @@ impl<B: Backing> Lifecycle<'_, B> {
                 .flat_map(|segment| seal.split(segment))
                 .filter(|(part, _)| !is_flat(*part));
             let segments_to_check: Vec<_> = pieces.map(|(_, segment)| segment).collect();
+            // The segments were collected above, because this loop changes the seal.
             for segment in segments_to_check {
                 let lost = &mut seal.lost;
                 let unreadable = self
@@ -327,8 +333,8 @@ impl<B: Backing> Container<B> {
             let index = match own::find_file(backing, &self.dir, &writer.index_name())? {
                 Some(inode) => {
                     let file = backing.open(&inode, Access::Read)?;
-                    let data_only = true;
-                    backing.sync(&file, data_only)?;
+                    let is_data_only = true;
+                    backing.sync(&file, is_data_only)?;
                     salvage_index(backing, &file, writer.id(), limit)?
                 }
                 None => ReadableIndex::missing(limit),
@@ -339,9 +345,9 @@ impl<B: Backing> Container<B> {
     }
 }
 
-/// Returns the old seal (how many bytes of each index count), or a seal of all that can be read if there is none. Adds
-/// the parts of indexes that contain no frames to what is lost.
-fn seal_of_readable(
+/// Copies the old seal (how many bytes of each index count), or builds one that counts all that can be read if there is
+/// none. Then records the unreadable parts of indexes in it as lost.
+fn build_seal(
     old_seal: Option<&Seal>,
     indexes: &BTreeMap<Writer, ReadableIndex>,
     unit_bytes: u64,

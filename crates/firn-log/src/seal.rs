@@ -345,8 +345,9 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         Ok(false)
     }
 
-    /// Does what this host can to flatten a sealed container, to which no host may write: copies the bytes of its logs
-    /// into the plain file `inode`, which is open as `plain_file`. Returns `Waits` while other hosts copy parts.
+    /// Does this host's share of the work to flatten a sealed container, to which no host may write: copies bytes of
+    /// its logs into the plain file `inode`, which is open as `plain_file`. Returns `Done` if the container is flat,
+    /// and `Waits` if other hosts are still copying parts.
     pub fn flatten(&self, inode: &B::Inode, plain_file: &B::File) -> Result<FlattenProgress> {
         let seal = Seal::load(self.backing, self.container_dir())?;
         let names = self.vote_dir().names()?;
@@ -355,7 +356,8 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         }
         self.load_last_time(&names, plain_file)?;
         let parts = self.find_parts(&seal)?;
-        // Each of these parts is one unit of the work that the hosts share.
+        // Each of these parts is one unit of the work that the hosts share. The protocol must know them before
+        // `carry_out`, which asks it for the units.
         self.ballot.protocol().parts.get_or_init(|| parts);
         let progress = self
             .ballot
@@ -397,8 +399,8 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
                 let number = number.parse().map_err(|_| Errno::INVAL)?;
                 self.copy_logs(seal.range_of(number), plain_file)?;
                 // The bytes are durable before the part is marked as copied.
-                let data_only = false;
-                self.backing.sync(plain_file, data_only)
+                let is_data_only = false;
+                self.backing.sync(plain_file, is_data_only)
             }
         }
     }
@@ -417,7 +419,8 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         let visible_bytes = self.container.visible_plain_bytes();
         if self.backing.attr_of_file_now(plain_file)?.size > visible_bytes {
             self.backing.set_len(plain_file, visible_bytes)?;
-            self.backing.sync(plain_file, false)?;
+            let is_data_only = false;
+            self.backing.sync(plain_file, is_data_only)?;
         }
         Ok(())
     }
@@ -613,8 +616,8 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
             last_number,
             &|modified| {
                 self.set_modified(inode, plain_file, modified)?;
-                let data_only = false;
-                self.backing.sync(plain_file, data_only)
+                let is_data_only = false;
+                self.backing.sync(plain_file, is_data_only)
             },
         )
     }

@@ -25,9 +25,9 @@ use crate::table::{StoredLengthChanges, Table, TableWriter};
 
 /// Number of tables of one level that are merged into one of the next level.
 const MERGED_TABLES: usize = 16;
-/// When a host ends writing, its last tables are merged. A table stays as it is if it is more than this many times as
-/// long as all tables after it.
-const STAYS_LENGTH_RATIO: u64 = 4;
+/// When a host ends writing, its last tables are merged. A table is kept, and not merged, if it is more than this many
+/// times as long as all tables after it together.
+const KEEP_LENGTH_RATIO: u64 = 4;
 
 /// Sorts one index: the container's directory, and the writer of the index.
 pub(crate) struct Sorter<'a, B: Backing> {
@@ -41,6 +41,9 @@ pub(crate) struct Sorter<'a, B: Backing> {
 impl<B: Backing> Sorter<'_, B> {
     /// Writes the changes in a part of the index to a new table, a file with these changes sorted by file offset.
     /// `frames` are the entries of that part, each with its position in the index.
+    ///
+    /// A change of bytes becomes *layers* (its pieces of the file) and, unless the bytes are zeros, a *span* (their
+    /// place in a log). Changes of the length are stored apart.
     pub(crate) fn sort(&self, frames: Vec<(u64, Frame)>, part: Range<u64>) -> Result<()> {
         let mut layers = Vec::new();
         let mut spans = Vec::new();
@@ -60,6 +63,7 @@ impl<B: Backing> Sorter<'_, B> {
                 change @ (Change::Written(_) | Change::Zeroed(_)) => {
                     let (span, runs) = change.split();
                     for layer in layers_of(key, span.as_ref(), &runs) {
+                        // A run of few pieces is stored as one layer for each piece.
                         layers.extend(layer.split_if_short());
                     }
                     spans.extend(span.map(|span| (offset, span)));
@@ -73,8 +77,9 @@ impl<B: Backing> Sorter<'_, B> {
             length_changes,
             last_epoch,
         };
-        let level_of_unmerged = 0;
-        self.write_table(level_of_unmerged, part, contents)
+        // The contents of this table were never merged.
+        let level = 0;
+        self.write_table(level, part, contents)
     }
 
     /// Merges the last [`MERGED_TABLES`] tables of an index if they have the same level. Returns whether they had.
@@ -94,16 +99,20 @@ impl<B: Backing> Sorter<'_, B> {
         Ok(true)
     }
 
-    /// Merges the short tables (sorted parts) at the end of an index into one, so that readers have few tables to
-    /// search. Called when the host has ended writing. A table that is much longer than all after it together stays as
-    /// it is, and so do those before it.
+    /// Merges the last tables (sorted parts) of an index into one, so that readers have few tables to search. Called
+    /// when the host has ended writing.
+    ///
+    /// A long table is not copied for a few short ones: the merge takes tables from the end, and stops before a table
+    /// that is much longer than all after it together ([`KEEP_LENGTH_RATIO`]).
     pub(crate) fn merge_final(&self, tables: &[Arc<Table<B>>]) -> Result<()> {
         let mut merged_bytes = 0u64;
         let mut first_merged = tables.len();
         for (index, table) in tables.iter().enumerate().rev() {
             let table_bytes = table.part().end - table.part().start;
-            let is_much_longer = table_bytes / STAYS_LENGTH_RATIO > merged_bytes;
-            if merged_bytes > 0 && is_much_longer {
+            let is_much_longer = table_bytes / KEEP_LENGTH_RATIO > merged_bytes;
+            // The last table has none after it to compare with.
+            let is_last_table = merged_bytes == 0;
+            if !is_last_table && is_much_longer {
                 break;
             }
             merged_bytes += table_bytes;

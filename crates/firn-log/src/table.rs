@@ -332,11 +332,11 @@ pub(crate) struct Table<B: Backing> {
     /// Whether a block was found damaged, so that the table must not be used.
     is_damaged: AtomicBool,
     /// The end of the table's bytes in the file that was computed last.
-    end: Mutex<Option<KnownEnd>>,
+    computed_end: Mutex<Option<ComputedEnd>>,
 }
 
 /// The end of the bytes in the file that cuts do not hide, for one set of limits.
-struct KnownEnd {
+struct ComputedEnd {
     /// The limits that apply to the table's frames.
     limits: Vec<Limit>,
     end: u64,
@@ -403,7 +403,7 @@ impl<B: Backing> Table<B> {
             file,
             directory,
             is_damaged: AtomicBool::new(false),
-            end: Mutex::default(),
+            computed_end: Mutex::default(),
         }))
     }
 
@@ -481,39 +481,48 @@ impl<B: Backing> Table<B> {
         Ok(None)
     }
 
-    /// Returns where the last visible byte of this table ends in the file. The length of the file follows from these
-    /// ends. `limits` say which bytes later cuts of the file hide. Returns `None` if blocks must be read to find the
-    /// end; then [`Table::compute_end`] does that.
-    pub(crate) fn end(&self, limits: Option<&LimitList>) -> Option<u64> {
+    /// Returns where the last visible byte of this table ends in the file; the length of the file follows from these
+    /// ends. `limits` say which bytes later cuts of the file hide.
+    ///
+    /// Returns `None` if blocks must be read to find the end. [`Table::compute_visible_end`] reads them, and a later
+    /// call of this function with the same limits then returns the end.
+    pub(crate) fn visible_end(&self, limits: Option<&LimitList>) -> Option<u64> {
         let Directory {
-            first, last, end, ..
+            first: first_frame,
+            last: last_frame,
+            end: end_without_cuts,
+            ..
         } = self.directory;
         let Some(limits) = limits else {
-            return Some(end);
+            return Some(end_without_cuts);
         };
         // Limits grow with the frames. If they are equal for the first and the last frame, they are equal for all.
-        let last_limit = limits.len_limit_at(last);
-        if limits.len_limit_at(first) == last_limit {
-            return Some(end.min(last_limit));
+        let last_limit = limits.len_limit_at(last_frame);
+        if limits.len_limit_at(first_frame) == last_limit {
+            return Some(end_without_cuts.min(last_limit));
         }
-        let known_end = self.end.lock();
-        let known_end = known_end.as_ref()?;
-        let is_for_same_limits = known_end.limits == limits.between(first, last);
-        is_for_same_limits.then_some(known_end.end)
+        let computed_end = self.computed_end.lock();
+        let computed = computed_end.as_ref()?;
+        let is_for_same_limits = computed.limits == limits.between(first_frame, last_frame);
+        is_for_same_limits.then_some(computed.end)
     }
 
-    /// Reads blocks of the table to find where its last visible byte ends in the file, and stores the result for
-    /// [`Table::end`]. `limits` say which bytes later cuts of the file hide. Without limits, or if the end is known
-    /// already, nothing is read.
-    pub(crate) fn compute_end(&self, backing: &B, limits: Option<&LimitList>) -> TableResult<()> {
+    /// Makes sure that [`Table::visible_end`] returns an end for these `limits`, which say which bytes later cuts of
+    /// the file hide. Reads blocks of the table if necessary, and stores the result.
+    pub(crate) fn compute_visible_end(
+        &self,
+        backing: &B,
+        limits: Option<&LimitList>,
+    ) -> TableResult<()> {
         let Some(limits) = limits else {
             return Ok(());
         };
-        if self.end(Some(limits)).is_some() {
+        if self.visible_end(Some(limits)).is_some() {
             return Ok(());
         }
         let mut end = 0;
         for block in &self.directory.layers {
+            // Where bytes of this block end at most. `last` is the block's last frame, for which the limit is largest.
             let end_max = block.highest.min(limits.len_limit_at(block.last));
             // The block has no byte beyond the end that was found so far.
             if end_max <= end {
@@ -529,7 +538,7 @@ impl<B: Backing> Table<B> {
             }
         }
         let Directory { first, last, .. } = self.directory;
-        *self.end.lock() = Some(KnownEnd {
+        *self.computed_end.lock() = Some(ComputedEnd {
             limits: limits.between(first, last).to_vec(),
             end,
         });
@@ -579,7 +588,7 @@ impl<B: Backing> Table<B> {
         backing: &'a B,
     ) -> impl Iterator<Item = TableResult<Layer>> + 'a {
         self.directory.layers.iter().flat_map(move |block| {
-            // If the block cannot be read, the error takes the place of its layers.
+            // Of these two, one is `Some`. If the block cannot be read, the error takes the place of its layers.
             let (bytes, read_error) = match self.read_block(backing, block.location) {
                 Ok(bytes) => (Some(bytes), None),
                 Err(error) => (None, Some(error)),
@@ -588,6 +597,7 @@ impl<B: Backing> Table<B> {
                 .into_iter()
                 .flat_map(|bytes| LayerDecoder::new(bytes, self.writer))
                 .map(|layer| layer.map_err(|_| self.mark_damaged()));
+            // A chain, because both cases must have the same type.
             read_error.map(Err).into_iter().chain(decoded_layers)
         })
     }

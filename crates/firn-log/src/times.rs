@@ -126,13 +126,13 @@ pub(crate) struct LastRecord {
     pub(crate) record: Record,
 }
 
-/// Records that a program has set a file's modification time to `time`. A host that copies the file's logs into it sets
-/// the last recorded time at the end. Returns the last record. It is durable if this call has made it.
+/// Records durably that a program has set a file's modification time to `time`. A host that copies the file's logs into
+/// it sets the last recorded time at the end. Returns the new record; or the record `end` if the copy is finished, in
+/// which case nothing is recorded. Fails with ENOENT if the directory or a record is removed.
 ///
 /// A record is a numbered link in `dir`, the directory with the file's logs. `known_number` is the number of a record
-/// that exists, if the caller knows one; the search for a free number begins there. If the last record is `end`, the
-/// copy is finished, and no record is made.
-pub(crate) fn add<B: Backing>(
+/// that exists, if the caller knows one; the search for the first free number begins there.
+pub(crate) fn append_time<B: Backing>(
     backing: &B,
     dir: &B::Inode,
     known_number: Option<u64>,

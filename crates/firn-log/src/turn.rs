@@ -1,14 +1,13 @@
-//! Turns: which lane the logs of a host go to, where the backing below has lanes. A *lane* is a directory or a server
-//! for the data of files. A *turn* is the number that selects the lane.
+//! Assigns a number to each host, the host's *turn*, that selects the lane for its logs. A *lane* is a directory or a
+//! server for the data of files, in a backing that has several.
 //!
 //! ```text
 //! .firn/log/turn-N     symbolic link: its text is the host that has this turn
 //! ```
 //!
-//! Live hosts have turns from 0 on, without large gaps. So the logs of a file's hosts are spread evenly over the lanes,
-//! whatever the names of the hosts are. The file's inode number is added, so that a host that writes several files uses
-//! several lanes. A host takes its turn at the mount, because the drain, which copies bytes from memory to the backing,
-//! asks for the lane before a file is written.
+//! A host takes the lowest free number at its mount and keeps it. The turns of live hosts are therefore small numbers
+//! with few gaps, and the logs that these hosts write for one file are spread evenly over the lanes. A hash of the
+//! file's inode number is added to the turn, so that a host that writes several files uses several lanes.
 //!
 //! A turn is only a hint: two hosts with the same turn write to one lane, which is slower but correct. So a turn is
 //! taken without a lock and is not synced. A host that cannot take a turn uses the hash of its name.

@@ -21,7 +21,7 @@ use crate::backing::CONTAINERS;
 use crate::file_dir;
 use crate::file_id::FileId;
 use crate::frame::{CHECKED_BYTES, Change, DecodedFrame, Frame, Written};
-use crate::head::{self, HEAD, HeadError};
+use crate::head::{self, HEAD, HeadError, HeadState};
 use crate::index_reader::{INDEX_READ_BYTES, has_synced_frame_after, read_exact};
 use crate::names::Writer;
 use crate::orphans::{self, DEAD, DYING, NamedContainer};
@@ -215,7 +215,7 @@ fn verify_file<B: Backing>(
                     findings: Vec::new(),
                     is_dying: false,
                 };
-                verifier.run(file, generation, verified, dying);
+                verifier.verify_and_report(file, generation, verified, dying);
             }
             _ if VoteDir::<B>::is_retired(&container) => {
                 verified.findings.push(Finding::unfinished(container));
@@ -251,8 +251,10 @@ struct CheckedFile<'a> {
 }
 
 impl<B: Backing> Verifier<'_, B> {
-    /// Verifies the container (directory with logs), and adds the result to that for all containers.
-    fn run(
+    /// Verifies the container (directory with logs), and adds the result to `verified`, the results for all containers.
+    /// If a host has announced that it removes the file, also adds the container to `dying`. A container that is
+    /// removed meanwhile adds nothing.
+    fn verify_and_report(
         mut self,
         file: FileId,
         generation: u32,
@@ -310,18 +312,19 @@ impl<B: Backing> Verifier<'_, B> {
         }
     }
 
-    /// Verifies the container (directory with logs) as that of `file` and `generation`. Faults are added to the
-    /// findings.
+    /// Verifies the container (directory with logs) as that of `file` and `generation`: its head, seal, indexes and
+    /// tables. Faults are added to the findings. Fails only if the backing fails.
     fn verify(&mut self, file: FileId, generation: u32) -> Result<()> {
         let lookup = VoteDir::find(self.backing, self.dir, &self.container, "");
-        let Some(Some(votes)) = self.accept_trusted(None, lookup)? else {
+        // Nothing is verified if the container is not trusted, or is removed.
+        let Some(container_dir) = self.accept_trusted(None, lookup)?.flatten() else {
             return Ok(());
         };
-        let dir = votes.dir();
+        let dir = container_dir.dir();
         self.verify_head(dir, file, generation)?;
         // The seal is read before the names. All indexes that it counts existed then, so a missing one is a fault.
         let seal = self.load_seal(dir)?;
-        let names = votes.names()?;
+        let names = container_dir.names()?;
         self.is_dying = names.contains(DYING) || names.contains(DEAD);
         for name in &names {
             if let Some(writer) = Writer::from_index_name(name.as_bytes()) {
@@ -351,7 +354,7 @@ impl<B: Backing> Verifier<'_, B> {
             host: None,
         };
         let head = head::load(self.backing, dir, file, generation);
-        if let Some(Err(error)) = self.accept_trusted(Some(&head_file), head)? {
+        if let Some(HeadState::Unusable(error)) = self.accept_trusted(Some(&head_file), head)? {
             self.add_finding(Some(&head_file), None, Fault::Head(error));
         }
         Ok(())
@@ -383,7 +386,7 @@ impl<B: Backing> Verifier<'_, B> {
             host: Some(writer.host()),
         };
         let lookup = own::find_file(self.backing, dir, &name);
-        let Some(Some(inode)) = self.accept_trusted(Some(&checked_file), lookup)? else {
+        let Some(inode) = self.accept_trusted(Some(&checked_file), lookup)?.flatten() else {
             return Ok(());
         };
         let index = self.backing.open(&inode, Access::Read)?;
@@ -393,7 +396,7 @@ impl<B: Backing> Verifier<'_, B> {
         loop {
             let count = self.backing.read_at(&index, &mut buf, offset)?;
             let mut undecoded = &buf[..count];
-            let read_offset = offset;
+            let read_start = offset;
             while let DecodedFrame::Complete(frame, bytes) = Frame::decode(undecoded) {
                 offset += bytes as u64;
                 undecoded = &undecoded[bytes..];
@@ -401,10 +404,12 @@ impl<B: Backing> Verifier<'_, B> {
                     self.verify_data(dir, writer, &written, &mut last_log)?;
                 }
             }
-            if offset != read_offset {
+            let has_found_frames = offset != read_start;
+            if has_found_frames {
                 continue;
             }
-            // No further frame follows.
+            // No further valid frame follows. The index is damaged if bytes that count are missing. Other bytes at its
+            // end are a frame that was not written completely.
             let is_short = limit.is_some_and(|limit| offset < limit);
             if is_short || has_synced_frame_after(self.backing, &index, offset)? {
                 self.add_finding(Some(&checked_file), Some(offset), Fault::Index);
@@ -463,7 +468,7 @@ impl<B: Backing> Verifier<'_, B> {
         number: u32,
     ) -> Result<Option<OpenLog<B>>> {
         let lookup = own::find_file(self.backing, dir, log.file);
-        let Some(Some(inode)) = self.accept_trusted(Some(log), lookup)? else {
+        let Some(inode) = self.accept_trusted(Some(log), lookup)?.flatten() else {
             return Ok(None);
         };
         let file = self.backing.open(&inode, Access::Read)?;

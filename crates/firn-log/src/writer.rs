@@ -211,10 +211,10 @@ impl<B: Backing> OwnLog<B> {
         let unsynced_logs = self.logs.lock().unsynced.clone();
         // The index goes to the device together with the logs. A file system with a journal then often commits once.
         self.index.begin_sync(backing);
-        let data_only = true;
+        let is_data_only = true;
         for log in &unsynced_logs {
             log.ended_writes
-                .sync(|| backing.sync(&log.file, data_only))?;
+                .sync(|| backing.sync(&log.file, is_data_only))?;
         }
         let has_synced_frames = self.index.sync(backing)?;
         self.names.sync(|| backing.sync_dir(&self.dir))?;

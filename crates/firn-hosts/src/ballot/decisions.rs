@@ -1,8 +1,8 @@
-//! Decides the next step of a host in a decision that several hosts take together, from what the host sees. The
-//! functions are pure: they know no paths and make no calls of a backing.
+//! Pure functions that return the next step of a host in a ballot, from the host's view of the ballot. They make no
+//! calls of a file system.
 //!
-//! A *ballot* is one decision of several hosts, taken by creating files in a shared directory. A *unit* is a part of
-//! the work after the decision, which one host does. A *claim* gives a unit to one host.
+//! A *ballot* is one decision of several hosts, taken by creating files in a shared directory, with the work that
+//! follows from it. A *unit* is a part of that work, which one host does. A *claim* gives a unit to one host.
 //!
 //! `ballot/model.rs` explores all sequences of these steps.
 
@@ -27,7 +27,7 @@ pub enum Participation {
 pub enum Unit {
     /// A unit that may run in parallel with other units of the same stage.
     Part(String),
-    /// A unit that excludes all other work.
+    /// A unit that excludes all other work. All such units share one claim, the lock of the whole ballot.
     Whole(&'static str),
 }
 
@@ -76,22 +76,23 @@ pub trait Protocol {
     fn plan(&self, decision: &Self::Decision) -> Plan;
 }
 
-/// The state of a ballot as one host sees it. `H` names a host; `D` is a decision.
+/// The state of a ballot as one host sees it: the content of the files in the ballot's directory. `H` names a host; `D`
+/// is a decision.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct View<H: Ord, D> {
-    /// Hosts that take part.
+    /// Hosts that have joined the ballot, including those that have left since.
     pub joined: BTreeSet<H>,
-    /// Whether new participants are refused.
+    /// Whether new participants are refused. Set by a host that wants a decision, and never taken back.
     pub is_closing: bool,
     /// The decision. `None` if there is none yet.
     pub decision: Option<D>,
-    /// Hosts that change nothing any more.
+    /// Hosts that have recorded that they make no more changes, so that the work may begin ([`Plan::stops_first`]).
     pub stopped: BTreeSet<H>,
-    /// The claimed units by the name of their claim, with the claimant.
+    /// The host that each claim gives its unit to, by the name of the claim ([`Unit::claim`]).
     pub claimed: BTreeMap<String, Claimant<H>>,
-    /// Units that are done.
+    /// Names of the units that are done.
     pub done: BTreeSet<String>,
-    /// Hosts that have ended their part.
+    /// Hosts that have recorded that they have left. No other host waits for them any more.
     pub left: BTreeSet<H>,
 }
 

@@ -34,7 +34,7 @@ const BALLOTS_MAX: u8 = 2;
 type Hosts = u8;
 
 /// Returns the hosts of a set.
-fn set(hosts: Hosts) -> BTreeSet<u8> {
+fn hosts_in(hosts: Hosts) -> BTreeSet<u8> {
     (0..HOSTS as u8)
         .filter(|host| hosts & (1 << host) != 0)
         .collect()
@@ -46,100 +46,107 @@ fn reordered(hosts: Hosts, order: [u8; HOSTS]) -> Hosts {
     (0..HOSTS).map(of_host).sum()
 }
 
+/// A state to which one step of a model leads.
+struct NextState<S> {
+    state: S,
+    /// Whether the step is the crash of a host.
+    is_crash: bool,
+}
+
 /// A state of a model.
 trait Model: Copy + Debug + Ord + Hash {
     /// Returns the state at the start: no directory exists.
     fn new() -> Self;
-    /// Returns the next states, and for each whether a crash led to it.
-    fn steps(&self) -> Vec<(Self, bool)>;
+    /// Returns the states to which one step leads.
+    fn steps(&self) -> Vec<NextState<Self>>;
     /// Panics if an invariant does not hold in this state.
     fn check(&self);
-    /// Returns whether every host is finished and no directory is left that must be removed.
+    /// Returns whether this state is an end: every host is finished, and no directory is left that must be removed.
     fn is_over(&self) -> bool;
     /// Returns the state after renumbering the hosts.
     fn reordered(&self, order: [u8; HOSTS]) -> Self;
 }
 
-/// The directory that has the name of the ballot, now and in the past. A listing may return one of the last `STATES`
-/// states.
+/// The present state of the ballot's directory and its latest earlier states, `STATES` in all. A host's listing may
+/// return any of them that the host is allowed to see, so a listing may be outdated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 struct History<D, const STATES: usize> {
     /// The present state and the earlier ones, newest first. `None` stands for no directory.
-    seen: [Option<D>; STATES],
-    /// For each host: how many changes of other hosts its next listing may miss.
-    lags: [u8; HOSTS],
+    recent_states: [Option<D>; STATES],
+    /// For each host: the largest number of the latest changes of other hosts that its next listing may miss.
+    missable: [u8; HOSTS],
 }
 
 impl<D: Copy, const STATES: usize> Default for History<D, STATES> {
     fn default() -> Self {
         Self {
-            seen: [None; STATES],
-            lags: [0; HOSTS],
+            recent_states: [None; STATES],
+            missable: [0; HOSTS],
         }
     }
 }
 
 impl<D: Copy + PartialEq, const STATES: usize> History<D, STATES> {
     fn current(&self) -> Option<D> {
-        self.seen[0]
+        self.recent_states[0]
     }
 
     fn current_mut(&mut self) -> Option<&mut D> {
-        self.seen[0].as_mut()
+        self.recent_states[0].as_mut()
     }
 
-    fn lag_of(&self, host: usize) -> u8 {
-        self.lags[host]
+    fn missable_changes(&self, host: usize) -> u8 {
+        self.missable[host]
     }
 
     /// Records that a host has replaced the present directory by `dir`.
     fn change(&mut self, host: usize, dir: Option<D>) {
-        if self.seen[0] == dir {
+        if self.recent_states[0] == dir {
             return self.note_call(host);
         }
-        self.seen.rotate_right(1);
-        self.seen[0] = dir;
-        for lag in &mut self.lags {
-            *lag = (*lag + 1).min(STATES as u8 - 1);
+        self.recent_states.rotate_right(1);
+        self.recent_states[0] = dir;
+        for missed in &mut self.missable {
+            *missed = (*missed + 1).min(STATES as u8 - 1);
         }
         self.note_call(host);
     }
 
     /// Records that a host has called the server to change the directory. Its next listing misses no change.
     fn note_call(&mut self, host: usize) {
-        self.lags[host] = 0;
+        self.missable[host] = 0;
         self.forget_unseen();
     }
 
-    /// Returns the directory in a listing of a host that misses the last `lag` changes. Later listings of the host
+    /// Returns the directory in a listing of a host that misses the last `missed` changes. Later listings of the host
     /// miss at most as many.
-    fn list(&mut self, host: usize, lag: u8) -> Option<D> {
-        let listed = self.seen[usize::from(lag)];
-        self.lags[host] = lag;
+    fn list(&mut self, host: usize, missed: u8) -> Option<D> {
+        let listed = self.recent_states[usize::from(missed)];
+        self.missable[host] = missed;
         self.forget_unseen();
         listed
     }
 
     /// Drops the old states that no listing can return any more.
     fn forget_unseen(&mut self) {
-        let lag = self.lags.iter().copied().max().unwrap_or(0);
-        self.seen[usize::from(lag) + 1..].fill(None);
+        let missed = self.missable.iter().copied().max().unwrap_or(0);
+        self.recent_states[usize::from(missed) + 1..].fill(None);
     }
 
     /// Returns the history after renumbering the hosts. `reorder` renumbers the hosts in one directory.
     fn reordered(&self, order: [u8; HOSTS], reorder: &dyn Fn(D) -> D) -> Self {
-        let mut lags = self.lags;
-        for (lag, new) in self.lags.iter().zip(order) {
-            lags[usize::from(new)] = *lag;
+        let mut missable = self.missable;
+        for (missed, new) in self.missable.iter().zip(order) {
+            missable[usize::from(new)] = *missed;
         }
         Self {
-            seen: self.seen.map(|dir| dir.map(reorder)),
-            lags,
+            recent_states: self.recent_states.map(|dir| dir.map(reorder)),
+            missable,
         }
     }
 }
 
-/// The directory of a ballot.
+/// The content of a ballot's directory at one time.
 trait Directory: Copy + PartialEq {
     /// Returns the number of the ballot, counted from 1 among the ballots of the name.
     fn number(&self) -> u8;
@@ -155,22 +162,25 @@ struct Host<P> {
     number: u8,
 }
 
-/// The state of the server and of all hosts. `P` is the phase of a host; `CLAIMS` is the number of claims of a ballot
-/// that can be locked.
+/// A state of the model: the directory and the locks on the server, and the phase of each host.
+///
+/// `D` is the content of the directory, and `P` is the phase of a host. `CLAIMS` is the number of claims of a ballot
+/// that can be locked. `STATES` is the number of states that a listing may return.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-struct World<D, P, const CLAIMS: usize, const STATES: usize> {
+struct ModelState<D, P, const CLAIMS: usize, const STATES: usize> {
     /// The directory that has the name of the ballot.
     history: History<D, STATES>,
     /// For each ballot and claim: the host that has locked it.
     locks: [[Option<u8>; CLAIMS]; BALLOTS_MAX as usize],
     hosts: [Host<P>; HOSTS],
-    /// Number of ballots that were made.
-    made: u8,
+    /// Number of ballots that were created so far.
+    ballots_created: u8,
+    /// Number of crashes so far.
     crashes: u8,
 }
 
 impl<D: Directory, P: Copy + Default, const CLAIMS: usize, const STATES: usize>
-    World<D, P, CLAIMS, STATES>
+    ModelState<D, P, CLAIMS, STATES>
 {
     /// Returns the start: no directory exists, and no host has begun.
     fn empty() -> Self {
@@ -178,7 +188,7 @@ impl<D: Directory, P: Copy + Default, const CLAIMS: usize, const STATES: usize>
             history: History::default(),
             locks: [[None; CLAIMS]; BALLOTS_MAX as usize],
             hosts: [Host::default(); HOSTS],
-            made: 0,
+            ballots_created: 0,
             crashes: 0,
         }
     }
@@ -231,7 +241,7 @@ impl<D: Directory, P: Copy + Default, const CLAIMS: usize, const STATES: usize>
         }
     }
 
-    /// Returns the world after renumbering the hosts.
+    /// Returns the state after renumbering the hosts.
     fn renumbered(&self, order: [u8; HOSTS]) -> Self {
         let mut hosts = self.hosts;
         for (host, new) in self.hosts.iter().zip(order) {
@@ -272,9 +282,9 @@ fn explore<S: Model>() -> (Vec<S>, Vec<Vec<u32>>) {
     let mut explored_count = 0;
     while explored_count < states.len() {
         let mut successors_of_state = Vec::new();
-        for (next_state, is_crash) in states[explored_count].steps() {
+        for NextState { state, is_crash } in states[explored_count].steps() {
             let index = *indexes
-                .entry(canonical(&next_state))
+                .entry(canonical(&state))
                 .or_insert_with_key(|new_state| {
                     new_state.check();
                     states.push(*new_state);

@@ -49,9 +49,9 @@ const UNREACHED_TIMEOUT: Duration = Duration::from_secs(3);
 /// meanwhile.
 const REPEATED_APPEND_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long this firnd retries to restore the locks of a file after an error of the backing.
-const RESUME_TIMEOUT: Duration = Duration::from_secs(30);
+const RESTORE_TIMEOUT: Duration = Duration::from_secs(30);
 /// How many times a request may find that its lock file was removed. After that the request fails.
-const TRIES_MAX: usize = 100;
+const REOPEN_TRIES_MAX: usize = 100;
 
 /// A request to the lock thread.
 pub(super) enum Job {
@@ -87,7 +87,7 @@ struct WaitingRequest {
 
 impl WaitingRequest {
     /// Returns whether the request lets earlier queued requests go first. It does so for [`YIELD_TIME_MAX`].
-    fn must_yield(&self) -> bool {
+    fn lets_queued_go_first(&self) -> bool {
         self.on_conflict == OnConflict::Wait && self.since.elapsed() < YIELD_TIME_MAX
     }
 }
@@ -105,7 +105,7 @@ enum LockTry {
     /// Another lock conflicts, or an earlier request must go first.
     Busy,
     /// The thread does not know yet whether locks reach all hosts.
-    InDoubt,
+    ReachUnknown,
 }
 
 /// Result of a test for a conflicting lock.
@@ -113,7 +113,7 @@ enum TestResult {
     Free,
     Conflict(ConflictingLock),
     /// The thread does not know yet whether locks reach all hosts.
-    InDoubt,
+    ReachUnknown,
 }
 
 /// An open lock file.
@@ -153,17 +153,20 @@ pub(super) struct LockThread<B: Backing> {
     dir: B::Inode,
     host: String,
     shared: Arc<Shared>,
+    /// The open lock files.
     files: HashMap<LockFileKey, LockFile<B>>,
+    /// Requests that are not granted yet, in the order of their arrival.
     waiting: Vec<WaitingRequest>,
     pending_tests: Vec<PendingTest>,
     /// This host's `host-NAME` file, locked as long as the host is alive.
     host_file: Option<HostFile<B>>,
     reach: Reach,
+    /// Keeps the locks for the next firnd. `None`: they end with this firnd.
     keeping: Option<Box<dyn LockKeeping>>,
-    /// Locks of an earlier firnd, until the thread begins.
+    /// Locks of an earlier firnd. Empty after they were restored.
     kept: KeptLocks,
-    /// Locks of files' ends that an earlier firnd took, and whose appends have not been repeated yet.
-    unclaimed_ends: Vec<UnclaimedEnd>,
+    /// Locks of files' ends that an earlier firnd took for appends, until the programs repeat these appends.
+    unclaimed_append_locks: Vec<UnclaimedAppendLock>,
 }
 
 /// This host's `host-NAME` file.
@@ -173,14 +176,14 @@ struct HostFile<B: Backing> {
 }
 
 /// The lock of a file's end for an append that an earlier firnd began.
-struct UnclaimedEnd {
+struct UnclaimedAppendLock {
     key: LockFileKey,
     owner: u64,
     /// When the lock is released.
     release_at: Instant,
 }
 
-impl UnclaimedEnd {
+impl UnclaimedAppendLock {
     /// Returns whether the lock is the one that a request wants.
     fn is_for(&self, wanted: &WantedLock) -> bool {
         self.key == wanted.key() && self.owner == wanted.owner.number
@@ -188,8 +191,8 @@ impl UnclaimedEnd {
 }
 
 impl<B: Backing> LockThread<B> {
-    /// Returns a thread that has locked nothing yet. `setup` has the locks that an earlier firnd left; the thread takes
-    /// them over when it runs.
+    /// Creates the state of the lock thread; nothing is locked yet. [`Self::run`] first restores the locks in
+    /// `setup.kept`, which an earlier firnd held.
     pub(super) fn new(setup: LockSetup<B>, shared: Arc<Shared>) -> Self {
         let LockSetup {
             base,
@@ -216,13 +219,13 @@ impl<B: Backing> LockThread<B> {
             },
             keeping,
             kept,
-            unclaimed_ends: Vec::new(),
+            unclaimed_append_locks: Vec::new(),
         }
     }
 
     /// Serves requests until the mount ends.
     pub(super) fn run(&mut self) {
-        self.resume();
+        self.restore();
         self.lock_host_file();
         self.remove_lock_files_of_dead_hosts();
         while let Some(jobs) = self.next_jobs() {
@@ -231,7 +234,7 @@ impl<B: Backing> LockThread<B> {
             }
             self.try_waiting();
             self.repeat_tests();
-            self.release_unclaimed_ends();
+            self.release_unclaimed_append_locks();
             self.remove_unused(UNUSED_TIME_MAX);
         }
         self.stop();
@@ -267,7 +270,10 @@ impl<B: Backing> LockThread<B> {
             .values()
             .filter(|lock| lock.is_unused())
             .map(|lock| lock.last_used + UNUSED_TIME_MAX);
-        let releases = self.unclaimed_ends.iter().map(|end| end.release_at);
+        let releases = self
+            .unclaimed_append_locks
+            .iter()
+            .map(|lock| lock.release_at);
         request_tries
             .chain(test_tries)
             .chain(removals)
@@ -295,7 +301,7 @@ impl<B: Backing> LockThread<B> {
                 });
             }
             Job::Release { key, locks, done } => {
-                let released = self.release(key, locks);
+                let result = self.release(key, locks);
                 // Requests that wait for this file are tried at once, because the release may have made room for them.
                 let now = Instant::now();
                 for request in &mut self.waiting {
@@ -303,7 +309,7 @@ impl<B: Backing> LockThread<B> {
                         request.next_try = now;
                     }
                 }
-                done(released);
+                done(result);
             }
             Job::Test { wanted, done } => self.answer_test(wanted, done),
         }
@@ -314,7 +320,7 @@ impl<B: Backing> LockThread<B> {
         match self.test(wanted) {
             Ok(TestResult::Free) => done(Ok(None)),
             Ok(TestResult::Conflict(conflicting_lock)) => done(Ok(Some(conflicting_lock))),
-            Ok(TestResult::InDoubt) => self.pending_tests.push(PendingTest {
+            Ok(TestResult::ReachUnknown) => self.pending_tests.push(PendingTest {
                 wanted,
                 done,
                 next_try: Instant::now() + RETRY_PAUSE_MAX,
@@ -348,23 +354,24 @@ impl<B: Backing> LockThread<B> {
                 continue;
             }
             let request = self.waiting.remove(index);
-            let tried = if self.must_follow_earlier(&request, index) {
+            let result = if self.is_behind_earlier_request(&request, index) {
                 Ok(LockTry::Busy)
             } else {
                 self.try_request(&request)
             };
-            match tried {
+            match result {
                 Ok(LockTry::Granted) => {
-                    // If an append repeats one that an earlier firnd had begun, the kept lock is the program's again.
-                    self.unclaimed_ends
-                        .retain(|end| !end.is_for(&request.wanted));
+                    // A repeated append has claimed the lock that an earlier firnd took for it. The lock is no longer
+                    // released after a time.
+                    self.unclaimed_append_locks
+                        .retain(|lock| !lock.is_for(&request.wanted));
                     self.leave_queue(&request);
                     self.grant(&request);
                 }
                 Ok(LockTry::Busy) if request.on_conflict == OnConflict::Fail => {
                     self.shared.answer(request.number, Err(Errno::AGAIN));
                 }
-                Ok(LockTry::Busy | LockTry::InDoubt) => {
+                Ok(LockTry::Busy | LockTry::ReachUnknown) => {
                     let request = self.postpone(request);
                     self.waiting.insert(index, request);
                     index += 1;
@@ -391,8 +398,8 @@ impl<B: Backing> LockThread<B> {
         }
     }
 
-    /// Drops a request that is interrupted or has failed. If an earlier firnd took the lock of a file's end for the
-    /// same append, that lock is released.
+    /// Drops a request that is interrupted or has failed. If it is for an append for which an earlier firnd had locked
+    /// the file's end, that lock is released.
     fn drop_request(&mut self, request: &WaitingRequest) {
         self.leave_queue(request);
         let wanted = &request.wanted;
@@ -403,8 +410,8 @@ impl<B: Backing> LockThread<B> {
 
     /// Returns whether an earlier request of this host waits for some of the same bytes and must go first. `index` is
     /// the place of the request in the order of arrival.
-    fn must_follow_earlier(&self, request: &WaitingRequest, index: usize) -> bool {
-        if !request.must_yield() {
+    fn is_behind_earlier_request(&self, request: &WaitingRequest, index: usize) -> bool {
+        if !request.lets_queued_go_first() {
             return false;
         }
         let wanted = &request.wanted;
@@ -439,35 +446,39 @@ impl<B: Backing> LockThread<B> {
         }
     }
 
-    /// Tries once to get the file lock that a program requests: first against the other programs of this host, then
-    /// against other hosts, by a lock of the same bytes in a lock file. `Busy` means that another program has a
-    /// conflicting lock, and `InDoubt` that locks may not be visible to all hosts yet. The caller tries again later.
+    /// Tries once to get the file lock that a program requests. `Busy` means that another program has a conflicting
+    /// lock, and `ReachUnknown` that locks may not be visible to all hosts yet; the caller then tries again later.
     ///
-    /// Fails with ENOLCK if locks are not possible in this backing, or the lock cannot be recorded.
+    /// First checks the locks of other programs of this host, then locks the same bytes in a lock file against other
+    /// hosts, and then records the lock. Fails with ENOLCK if locks are not possible in this backing, or the lock
+    /// cannot be recorded.
     fn try_request(&mut self, request: &WaitingRequest) -> Result<LockTry, Errno> {
         let key = request.wanted.key();
         let WantedLock {
             owner, range, mode, ..
         } = request.wanted;
-        for _ in 0..TRIES_MAX {
+        for _ in 0..REOPEN_TRIES_MAX {
             self.open(key)?;
-            let do_locks_reach = self.do_locks_reach_others()?;
+            let is_reach_confirmed = self.are_remote_locks_visible()?;
+            // Step 1: check the locks of other programs of this host.
             let lock = self.files.get(&key).ok_or(Errno::NOLCK)?;
             if lock.held.conflict(owner.number, range, mode).is_some() {
                 return Ok(LockTry::Busy);
             }
-            if !do_locks_reach {
-                return Ok(LockTry::InDoubt);
+            if !is_reach_confirmed {
+                return Ok(LockTry::ReachUnknown);
             }
-            // Another host may have removed the lock file while this host held no lock in it. Locks in a removed file
-            // exclude no host.
+            // Step 2: lock the bytes in the lock file. Another host may have removed that file while this host held no
+            // lock in it; locks in a removed file exclude no host.
             let must_check_name = lock.held.is_empty();
-            if !self.try_in_backing(request, key)? {
+            if !self.lock_or_queue(request, key)? {
                 return Ok(LockTry::Busy);
             }
-            if must_check_name && !self.close_unless_current(key)? {
+            if must_check_name && !self.close_if_unlinked(key)? {
+                // The next pass opens the file that has the name now.
                 continue;
             }
+            // Step 3: record the lock.
             let lock = self.files.get_mut(&key).ok_or(Errno::NOLCK)?;
             lock.held.add(HeldLock { owner, range, mode });
             lock.last_used = Instant::now();
@@ -480,9 +491,9 @@ impl<B: Backing> LockThread<B> {
         Err(Errno::NOLCK)
     }
 
-    /// Closes a lock file, and so releases its locks, unless it still has its name: another host may have removed it
-    /// since it was opened. Returns whether the file has its name.
-    fn close_unless_current(&mut self, key: LockFileKey) -> Result<bool, Errno> {
+    /// Returns whether a lock file still has its name: another host may have removed it since it was opened. Closes the
+    /// file, and so releases its locks, if it has lost its name or the check fails.
+    fn close_if_unlinked(&mut self, key: LockFileKey) -> Result<bool, Errno> {
         let is_current = self.is_current(key);
         if is_current != Ok(true) {
             self.close(key);
@@ -490,26 +501,27 @@ impl<B: Backing> LockThread<B> {
         is_current
     }
 
-    /// Tries to lock the wanted bytes in the lock file, against other hosts. Returns whether they are locked. If not, a
-    /// request that waits takes a place in the queue of hosts: it locks the same bytes at [`QUEUE_OFFSET`], where other
-    /// hosts see that it waits. The lock file must be open.
-    fn try_in_backing(
-        &mut self,
-        request: &WaitingRequest,
-        key: LockFileKey,
-    ) -> Result<bool, Errno> {
+    /// Tries to lock the wanted bytes in the lock file, against other hosts. Returns whether they are locked. The lock
+    /// file must be open.
+    ///
+    /// If they are not locked, a request that waits also takes a place in the queue of hosts: it locks the same bytes
+    /// at [`QUEUE_OFFSET`], where other hosts see that it waits.
+    fn lock_or_queue(&mut self, request: &WaitingRequest, key: LockFileKey) -> Result<bool, Errno> {
         let WantedLock { range, mode, .. } = request.wanted;
-        self.keep_file(key);
+        self.share_descriptor(key);
         let lock = self.files.get_mut(&key).ok_or(Errno::NOLCK)?;
-        let call = |lock_request| map_lock_error(self.base.lock(&lock.file, lock_request));
+        let lock_call = |lock_request| map_lock_error(self.base.lock(&lock.file, lock_request));
         let bytes = bytes_in_lock_file(range);
         let queue_bytes = queue_bytes_in_lock_file(range);
         // A host that is in the queue for these bytes goes first, for a limited time.
-        let may_lock = !request.must_yield() || call(LockRequest::Test(queue_bytes, mode))?;
-        if may_lock && call(LockRequest::Range(bytes, mode))? {
+        let may_lock =
+            !request.lets_queued_go_first() || lock_call(LockRequest::Test(queue_bytes, mode))?;
+        if may_lock && lock_call(LockRequest::Range(bytes, mode))? {
             return Ok(true);
         }
-        if request.on_conflict == OnConflict::Wait && call(LockRequest::Range(queue_bytes, mode))? {
+        if request.on_conflict == OnConflict::Wait
+            && lock_call(LockRequest::Range(queue_bytes, mode))?
+        {
             let queue_lock = HeldLock {
                 owner: owner_in_queue(request.number),
                 range: queue_bytes,
@@ -518,7 +530,8 @@ impl<B: Backing> LockThread<B> {
             let conflict = lock
                 .queue
                 .conflict(queue_lock.owner.number, queue_bytes, mode);
-            // If two requests of this host exclude each other, the queue lock of the first one stands for both.
+            // The queue lock shows other hosts that any request of this host waits for these bytes. If an earlier
+            // request that excludes this one has it already, this request needs no entry of its own.
             if conflict.is_none() {
                 lock.queue.add(queue_lock);
             }
@@ -545,13 +558,13 @@ impl<B: Backing> LockThread<B> {
         }
     }
 
-    /// Releases locks of programs. Releases them in the backing too, as far as no other lock covers their bytes.
-    /// Returns the first error of the backing.
-    fn release(&mut self, key: LockFileKey, released: ReleasedLocks) -> Result<(), Errno> {
+    /// Releases locks of programs, here and in the backing. Bytes that another lock of this host covers remain locked
+    /// in the backing. All locks are released even after an error of the backing; the first error is returned.
+    fn release(&mut self, key: LockFileKey, to_release: ReleasedLocks) -> Result<(), Errno> {
         let Some(lock) = self.files.get_mut(&key) else {
             return Ok(());
         };
-        let freed_ranges = lock.held.remove(|held| match released {
+        let freed_ranges = lock.held.remove(|held| match to_release {
             ReleasedLocks::Range(number, range) => (held.owner.number == number).then_some(range),
             ReleasedLocks::Owner(number) => {
                 (held.owner.number == number).then_some(LockRange::WHOLE)
@@ -561,8 +574,8 @@ impl<B: Backing> LockThread<B> {
             }
         });
         lock.last_used = Instant::now();
-        // If there is no room for the record, the old one remains: the next firnd keeps the released locks until the
-        // programs close the file.
+        // If there is no room for the new record, the old one remains, which still has the released locks. If firnd
+        // dies then, the next firnd restores them, and they last until the programs close the file.
         self.record_locks(key);
         let mut result = Ok(());
         if let Some(lock) = self.files.get(&key) {
@@ -578,8 +591,8 @@ impl<B: Backing> LockThread<B> {
     }
 
     /// Releases locks for which no caller waits.
-    fn release_or_warn(&mut self, key: LockFileKey, released: ReleasedLocks) {
-        if let Err(error) = self.release(key, released) {
+    fn release_or_warn(&mut self, key: LockFileKey, to_release: ReleasedLocks) {
+        if let Err(error) = self.release(key, to_release) {
             tracing::warn!(%error, ino = key.file, "cannot release a file lock in the backing");
         }
     }
@@ -600,8 +613,8 @@ impl<B: Backing> LockThread<B> {
                 pid: Some(held.owner.pid),
             }));
         }
-        if !self.do_locks_reach_others()? {
-            return Ok(TestResult::InDoubt);
+        if !self.are_remote_locks_visible()? {
+            return Ok(TestResult::ReachUnknown);
         }
         // A lock file that has lost its name carries no valid locks.
         if !self.is_current(key)? {
@@ -642,7 +655,7 @@ impl<B: Backing> LockThread<B> {
     // ---- locks that outlive firnd ------------------------------------------------------------
 
     /// Gives the [`LockKeeping`] a descriptor of the lock file for a key, unless it has one.
-    fn keep_file(&mut self, key: LockFileKey) {
+    fn share_descriptor(&mut self, key: LockFileKey) {
         let Some(lock) = self.files.get(&key) else {
             return;
         };
@@ -690,26 +703,28 @@ impl<B: Backing> LockThread<B> {
         }
     }
 
-    /// Takes over the locks that an earlier firnd, the process that served this mount, held when it died. Retries each
-    /// file for [`RESUME_TIMEOUT`]; locks that cannot be taken over by then are lost, and an error is logged.
-    fn resume(&mut self) {
+    /// Restores the locks that an earlier firnd, the process that served this mount, held when it died. Retries each
+    /// file for [`RESTORE_TIMEOUT`]; locks that cannot be restored by then are lost, and an error is logged.
+    fn restore(&mut self) {
         let KeptLocks { files, locks } = std::mem::take(&mut self.kept);
-        let mut files_by_ino = self.adopt_lock_files(files);
-        self.host_file = self.resume_host_file(&mut files_by_ino);
+        let mut files_by_ino = self.open_kept_lock_files(files);
+        self.host_file = self.take_kept_host_file(&mut files_by_ino);
         for (key, locks) in locks {
-            let deadline = Instant::now() + RESUME_TIMEOUT;
-            let mut resumed = self.resume_file(key, &locks, &mut files_by_ino);
-            while resumed.is_err_and(|errno| errno != Errno::STALE) && Instant::now() < deadline {
+            let deadline = Instant::now() + RESTORE_TIMEOUT;
+            let mut restored = self.restore_file(key, &locks, &mut files_by_ino);
+            // STALE is final: the lock file or one of its locks is gone.
+            while restored.is_err_and(|errno| errno != Errno::STALE) && Instant::now() < deadline {
                 std::thread::sleep(RETRY_PAUSE_MAX);
-                resumed = self.resume_file(key, &locks, &mut files_by_ino);
+                restored = self.restore_file(key, &locks, &mut files_by_ino);
             }
-            if let Err(error) = resumed {
+            if let Err(error) = restored {
                 tracing::error!(%error, ino = key.file, "cannot take over the locks on a file: they are lost");
             }
             self.publish_owners(key);
         }
-        // No program has a recorded lock in these files: the earlier firnd died between taking or releasing a lock and
-        // its record.
+        // Close the remaining kept files, which releases what is locked in them. The locks there could not be restored,
+        // or no program has a recorded lock there, for example because the earlier firnd died after it had locked bytes
+        // and before it had recorded the lock.
         for (ino, file) in &files_by_ino {
             self.close_file(file, *ino);
         }
@@ -717,7 +732,7 @@ impl<B: Backing> LockThread<B> {
 
     /// Opens the lock files that were kept for this firnd by their descriptors, so that their locks never ended.
     /// Returns them by their inode number. A file that cannot be used is left out, and its locks are lost.
-    fn adopt_lock_files(&self, kept_files: Vec<KeptLockFile>) -> HashMap<u64, B::File> {
+    fn open_kept_lock_files(&self, kept_files: Vec<KeptLockFile>) -> HashMap<u64, B::File> {
         let mut files_by_ino = HashMap::new();
         for KeptLockFile { ino, descriptor } in kept_files {
             let error = match self.base.adopt(descriptor) {
@@ -739,7 +754,7 @@ impl<B: Backing> LockThread<B> {
     }
 
     /// Takes this host's `host-NAME` file out of the kept files, if it is there and still has its name.
-    fn resume_host_file(&self, kept: &mut HashMap<u64, B::File>) -> Option<HostFile<B>> {
+    fn take_kept_host_file(&self, kept: &mut HashMap<u64, B::File>) -> Option<HostFile<B>> {
         let name = host_file_name(&self.host);
         let Ok(Some((_, attr))) = own::find(&self.base, &self.dir, OsStr::new(&name)) else {
             return None;
@@ -751,12 +766,12 @@ impl<B: Backing> LockThread<B> {
         })
     }
 
-    /// Takes over the locks of one kind on one file from an earlier firnd. `kept` has the lock files that were kept
-    /// open.
+    /// Restores the locks of one kind on one file, which an earlier firnd held. Takes the lock file out of `kept`, the
+    /// lock files that were kept open, by their inode number.
     ///
     /// Fails with STALE if the lock file was not kept or has lost its name, or if another host has one of the locks.
     /// After any other error the caller may try again.
-    fn resume_file(
+    fn restore_file(
         &mut self,
         key: LockFileKey,
         locks: &[HeldLock],
@@ -768,23 +783,15 @@ impl<B: Backing> LockThread<B> {
         };
         let ino = attr.ino;
         let file = kept.get(&ino).ok_or(Errno::STALE)?;
-        let mut held = Table::default();
-        // An owner may have the same bytes twice if firnd died while it made the lock shared or exclusive. That request
-        // will be repeated, so the shared lock is the right one now.
-        for mode in [LockMode::Exclusive, LockMode::Shared] {
-            for lock in locks.iter().filter(|lock| lock.mode == mode) {
-                if held.conflict(lock.owner.number, lock.range, mode).is_none() {
-                    held.add(*lock);
-                }
-            }
-        }
+        let mut held = recorded_table(locks);
         self.restore_locks(file, &mut held)?;
         let file = kept.remove(&ino).ok_or(Errno::STALE)?;
-        // A lock of the file's end belongs to an append under way. It ends by itself if the append is not repeated.
+        // A lock of the file's end was taken for an append. If the program does not repeat the append in time, the lock
+        // is released.
         if key.kind == LockKind::End {
             let release_at = Instant::now() + REPEATED_APPEND_TIMEOUT;
             for owner in held.owners() {
-                self.unclaimed_ends.push(UnclaimedEnd {
+                self.unclaimed_append_locks.push(UnclaimedAppendLock {
                     key,
                     owner: owner.number,
                     release_at,
@@ -804,11 +811,11 @@ impl<B: Backing> LockThread<B> {
         Ok(())
     }
 
-    /// Makes the locks of a kept lock file exactly those of `held`, the recorded ones, and unlocks all other bytes.
-    /// Fails with STALE if another host has an exclusive lock of such bytes.
+    /// Makes this host's locks in a kept lock file match `held`, the recorded locks: unlocks all other bytes, and locks
+    /// the recorded ones. Fails with STALE if another host has an exclusive lock of recorded bytes.
     ///
-    /// If firnd died while it made an exclusive lock shared, another host may share the lock already. Then `held` gets
-    /// the shared lock.
+    /// If firnd died while it made an exclusive lock shared, another host may share the bytes already. Then the lock in
+    /// `held` becomes a shared one too.
     fn restore_locks(&self, file: &B::File, held: &mut Table) -> Result<(), Errno> {
         for range in free_bytes_in_lock_file(held) {
             self.base.lock(file, LockRequest::Unlock(range))?;
@@ -830,18 +837,20 @@ impl<B: Backing> LockThread<B> {
         Ok(())
     }
 
-    /// Releases locks of files' ends whose appends were not repeated: the callers already had their answers.
-    fn release_unclaimed_ends(&mut self) {
+    /// Releases locks of files' ends whose appends were not repeated in time: their programs had their answers before
+    /// the earlier firnd died.
+    fn release_unclaimed_append_locks(&mut self) {
         let now = Instant::now();
         let requests = &self.waiting;
-        let is_repeated =
-            |end: &UnclaimedEnd| requests.iter().any(|request| end.is_for(&request.wanted));
+        let is_repeated = |lock: &UnclaimedAppendLock| {
+            requests.iter().any(|request| lock.is_for(&request.wanted))
+        };
         let expired: Vec<_> = self
-            .unclaimed_ends
-            .extract_if(.., |end| end.release_at <= now && !is_repeated(end))
+            .unclaimed_append_locks
+            .extract_if(.., |lock| lock.release_at <= now && !is_repeated(lock))
             .collect();
-        for end in expired {
-            self.release_or_warn(end.key, ReleasedLocks::Owner(end.owner));
+        for lock in expired {
+            self.release_or_warn(lock.key, ReleasedLocks::Owner(lock.owner));
         }
     }
 
@@ -876,7 +885,7 @@ impl<B: Backing> LockThread<B> {
         let Some(lock) = self.files.get(&key) else {
             return Ok(false);
         };
-        own::leads_to(&self.base, &self.dir, &lock_file_name(key), lock.ino)
+        own::name_refers_to(&self.base, &self.dir, &lock_file_name(key), lock.ino)
     }
 
     /// Closes lock files that were unused for `unused_time_min`. Removes those that no other host has locked, unless
@@ -985,11 +994,12 @@ impl<B: Backing> LockThread<B> {
         }
     }
 
-    /// Locks the `host-NAME` file, by which other hosts see that the locks of this host reach them. Fails with ENOLCK
-    /// if another host keeps it locked for [`UNREACHED_TIMEOUT`].
+    /// Locks this host's `host-NAME` file. Other hosts test that lock: if they find the file locked, they see the locks
+    /// of this host.
     ///
-    /// Makes sure that the name leads to the locked file: another host that starts at the same time may take the
-    /// unlocked file for that of a dead host, and locks it for its removal.
+    /// A file that an earlier firnd kept open is locked again; fails with ENOLCK if another process has it locked.
+    /// Otherwise opens or creates the file, and repeats that for [`UNREACHED_TIMEOUT`] before it fails with ENOLCK:
+    /// another host that starts at the same time may lock and remove the file, which looks like that of a dead host.
     fn try_lock_host_file(&mut self) -> Result<HostFile<B>, Errno> {
         let lock_whole = LockRequest::Range(LockRange::WHOLE, LockMode::Exclusive);
         if let Some(kept) = self.host_file.take() {
@@ -1004,24 +1014,25 @@ impl<B: Backing> LockThread<B> {
             let file = own::open_or_create(&self.base, &self.dir, &name)?;
             let ino = self.base.attr_of_file(&file)?.ino;
             if self.base.lock(&file, lock_whole)?
-                && own::leads_to(&self.base, &self.dir, &name, ino)?
+                && own::name_refers_to(&self.base, &self.dir, &name, ino)?
             {
                 return Ok(HostFile { file, ino });
             }
             if Instant::now() >= deadline {
                 return Err(Errno::NOLCK);
             }
-            // The close releases a lock of a file that has lost its name.
+            // Another host has removed the file or has it locked. The close releases this host's lock, if it has one.
             drop(file);
             std::thread::sleep(RETRY_PAUSE_MIN);
         }
     }
 
-    /// Returns whether this host sees the locks of all other living hosts, by their `host-NAME` files. A result of true
-    /// counts for [`REACH_VALID_FOR`].
+    /// Returns whether this host sees the locks of all other living hosts, by their `host-NAME` files. The result true
+    /// is reused for [`REACH_VALID_FOR`].
     ///
-    /// Returns false while that is unknown, and fails with ENOLCK if a host stays unreached for [`UNREACHED_TIMEOUT`].
-    fn do_locks_reach_others(&mut self) -> Result<bool, Errno> {
+    /// Returns false while the answer is unknown, because a host may be about to lock its file. Fails with ENOLCK if a
+    /// host's lock stays invisible for [`UNREACHED_TIMEOUT`].
+    fn are_remote_locks_visible(&mut self) -> Result<bool, Errno> {
         if let Some(confirmed_at) = self.reach.confirmed_at
             && confirmed_at.elapsed() < REACH_VALID_FOR
         {
@@ -1110,6 +1121,22 @@ fn free_bytes_in_lock_file(held: &Table) -> Vec<LockRange> {
             .collect();
     }
     free_ranges
+}
+
+/// Returns the recorded locks as a table without conflicts.
+///
+/// An owner may have the same bytes twice if firnd died while it made the lock shared or exclusive. That request will
+/// be repeated, so the shared lock is the right one now: it is added last, and replaces the exclusive one.
+fn recorded_table(locks: &[HeldLock]) -> Table {
+    let mut held = Table::default();
+    for mode in [LockMode::Exclusive, LockMode::Shared] {
+        for lock in locks.iter().filter(|lock| lock.mode == mode) {
+            if held.conflict(lock.owner.number, lock.range, mode).is_none() {
+                held.add(*lock);
+            }
+        }
+    }
+    held
 }
 
 /// Returns the error that a program gets if the backing has no locks.

@@ -48,7 +48,7 @@ pub struct FlockService<B: Backing> {
     lane: usize,
     host: String,
     /// Open file `lane-N.next`. It is locked once this host is the next one.
-    next: Option<LockedFile<B::File>>,
+    next_in_line: Option<LockedFile<B::File>>,
     /// Open file `lane-N`. It is locked once this host has the token.
     token: Option<LockedFile<B::File>>,
     /// How often this host has had the token so far.
@@ -79,7 +79,7 @@ impl<B: Backing> FlockService<B> {
             dir,
             lane,
             host: host.to_owned(),
-            next: None,
+            next_in_line: None,
             token: None,
             grant_count: 0,
             last_record: None,
@@ -92,7 +92,7 @@ impl<B: Backing> FlockService<B> {
     }
 
     /// Returns the name of the file that the next holder has locked.
-    fn next_name(&self) -> String {
+    fn next_in_line_name(&self) -> String {
         format!("lane-{}.next", self.lane)
     }
 
@@ -119,9 +119,14 @@ impl<B: Backing> FlockService<B> {
 
     /// Tries to become the next holder, and then to get the token. Returns whether this host has the token now.
     fn try_lock_both(&mut self) -> Result<bool, OwnError> {
-        let next_name = self.next_name();
+        let next_in_line_name = self.next_in_line_name();
         let token_name = self.token_name();
-        if !Self::try_lock(&self.base, &self.dir, &mut self.next, &next_name)? {
+        if !Self::try_lock(
+            &self.base,
+            &self.dir,
+            &mut self.next_in_line,
+            &next_in_line_name,
+        )? {
             return Ok(false);
         }
         Self::try_lock(&self.base, &self.dir, &mut self.token, &token_name)
@@ -189,21 +194,24 @@ where
     B::Inode: Send,
     B::File: Send,
 {
-    /// Tries once to get the token, which is the lock of a file. A host first locks another file, the place of the next
-    /// host. If the token is not free, returns its holder and when to ask again. The locks that this host got so far
-    /// stay.
+    /// Tries once to get the token, which is the lock of a file. If the token is not free, returns its holder and when
+    /// to ask again.
+    ///
+    /// A host first locks another file; that lock marks the host that is next in line. It keeps the lock between its
+    /// attempts.
     fn ask(&mut self) -> Result<TokenReply, ServiceError> {
         let started_at = Instant::now();
         if self.try_lock_both()? {
             let written = self.write_record();
             // The close frees the place of the next host, also if the record could not be written.
-            self.next = None;
+            self.next_in_line = None;
             self.last_record = None;
             written?;
             return Ok(TokenReply::Granted);
         }
-        let is_next = self.next.as_ref().is_some_and(|next| next.is_ours);
-        // The host that is next asks often, and all others seldom.
+        let is_next = self.next_in_line.as_ref().is_some_and(|next| next.is_ours);
+        // The pause grows with the duration of this attempt, so a slow server gets fewer attempts. The host that is
+        // next in line asks often, and all others seldom.
         let pause =
             (started_at.elapsed() * RETRY_PAUSE_FACTOR).clamp(RETRY_PAUSE_MIN, RETRY_PAUSE_MAX);
         let ask_again_after = if is_next {
@@ -222,13 +230,13 @@ where
     fn give_back(&mut self) -> Result<(), ServiceError> {
         // Release in this order, so that the next host finds the token free at once.
         self.token = None;
-        self.next = None;
+        self.next_in_line = None;
         self.last_record = None;
         Ok(())
     }
 
     fn others_wait(&mut self) -> Result<bool, ServiceError> {
-        let file = own::open_or_create(&*self.base, &self.dir, &self.next_name())?;
+        let file = own::open_or_create(&*self.base, &self.dir, &self.next_in_line_name())?;
         let is_free = self
             .base
             .try_lock(&file, LockMode::Exclusive)

@@ -1,5 +1,5 @@
 //! The directory `.firn/tokens/` in the backing, the directory that a mount serves. It has the name that identifies
-//! this backing at an outside lock service, which keeps locks for several hosts.
+//! this backing at an external lock service, such as etcd, which keeps locks for several hosts.
 
 use crate::own::{self, TOP};
 use crate::{OwnError, VoteDir};
@@ -7,7 +7,7 @@ use firn_backing::{Backing, Errno};
 
 /// Name of the directory in `.firn/`.
 const DIR: &str = "tokens";
-/// File that holds the group name: the prefix of all lock names of this backing at an outside lock service. Hosts
+/// File that holds the group name: the prefix of all lock names of this backing at an external lock service. Hosts
 /// create it once and never change it.
 const GROUP: &str = "group";
 /// Number of hexadecimal digits in the group name.
@@ -19,11 +19,14 @@ pub fn make_dir<B: Backing>(base: &B) -> Result<B::Inode, OwnError> {
     own::make_dir(base, &top, DIR).map_err(|error| error.below(TOP))
 }
 
-/// Returns the group name of this backing: the prefix of all its lock names at an outside lock service. The first host
-/// that calls this generates the name at random; all hosts get the same name. Fails with EBADMSG if the file holds no
-/// group name.
+/// Returns the group name of this backing: the prefix of all its lock names at an external lock service. The first host
+/// that calls this generates the name at random; all hosts get the same name.
+///
+/// Fails with EBADMSG if the stored name does not have the form of a group name, and with EIO if a name that was just
+/// stored is missing.
 pub fn find_or_make_group<B: Backing>(base: &B, host: &str) -> Result<String, OwnError> {
     let top = own::make_dir(base, &base.root(), TOP)?;
+    // Through a vote directory, the first host that stores a file decides its content for all hosts.
     let vote_dir = VoteDir::make(base, &top, DIR, host).map_err(|error| error.below(TOP))?;
     let read_group = || {
         vote_dir
@@ -34,8 +37,10 @@ pub fn find_or_make_group<B: Backing>(base: &B, host: &str) -> Result<String, Ow
         Some(stored) => stored,
         None => {
             let number = getrandom::u64().map_err(|_| Errno::IO)?;
-            vote_dir.put_once(GROUP, format!("{number:0GROUP_DIGITS$x}").as_bytes())?;
-            // Another host may have put its name first.
+            let group = format!("{number:0width$x}", width = GROUP_DIGITS);
+            vote_dir.put_once(GROUP, group.as_bytes())?;
+            // The stored name counts: another host may have put its name first. No host removes the file, so the file
+            // must exist now.
             read_group()?.ok_or(Errno::IO)?
         }
     };

@@ -10,7 +10,7 @@
 //!   Idle ──────────► Waiting ───────────────────► Held
 //!    ▲                  │  no change for `wait`,      │ idle, or the batch is over and others wait,
 //!    │                  ▼  or waited too long         │ or lost
-//!    │               Without ──── granted ──────────►│
+//!    │               Tokenless ── granted ──────────►│
 //!    └───────────────────────────────────────────────┘
 //! ```
 //!
@@ -18,7 +18,7 @@
 //! * A *grant* lasts from the moment when this host gets the token until the token is given back or lost. `uses` counts
 //!   only permits of the present grant.
 //! * While the token must be given back (`is_returning`), the keeper makes no request.
-//! * In the state `Without` every permit is given at once, whatever the service does.
+//! * In the state `Tokenless` every permit is given at once, whatever the service does.
 //! * No wait is longer than `WAIT_FACTOR_MAX * wait`, whatever the service reports. That the token changes hands is
 //!   only a claim of the service.
 
@@ -133,7 +133,7 @@ enum Phase {
     Idle,
     Waiting(WaitingPhase),
     Held(HeldPhase),
-    Without(TokenlessPhase),
+    Tokenless(TokenlessPhase),
 }
 
 /// The lane waits for the token.
@@ -163,7 +163,7 @@ struct HeldPhase {
     /// End of the batch. Then the token goes to a host that waits for it; without such a host a new batch begins.
     batch_ends: Instant,
     /// Whether another host waits for the end of this batch.
-    is_awaited: bool,
+    are_others_waiting: bool,
     check_others_at: Instant,
     renew_at: Option<Instant>,
 }
@@ -174,18 +174,18 @@ struct TokenlessPhase {
     next_request_at: Instant,
     /// Number of requests since the lane went on without the token.
     tries: u32,
-    /// Whether a request is in progress.
-    is_request_open: bool,
-    /// Whether the lane had work since the last request.
-    is_wanted: bool,
-    /// The grant of another host that did not end while the lane waited. While the service still reports it, the lane
-    /// does not wait again.
-    stuck_grant: Option<String>,
-    /// Whether the queue moved until the end of the wait. The lane does not wait for such a queue again; it keeps its
-    /// place in the queue while it writes.
-    is_queue_long: bool,
+    /// Whether the keeper waits for the answer to a request.
+    is_request_in_progress: bool,
+    /// Whether a thread of the lane wanted to write since the last request.
+    has_new_work: bool,
+    /// The grant of another host that the service reported when the lane gave up waiting. While the service still
+    /// reports it, the lane does not wait again.
+    grant_at_giveup: Option<String>,
+    /// Whether the token still changed hands when the lane gave up waiting: the queue moves, but is too long. The lane
+    /// does not wait for such a queue again; it keeps its place in the queue while it writes.
+    does_queue_move: bool,
     /// Whether the lane has a place in the queue now.
-    is_queued: bool,
+    keeps_queue_place: bool,
     /// Time when a thread of the lane last had something to write.
     wanted_at: Instant,
 }
@@ -256,24 +256,26 @@ impl TokenMachine {
                     return Permit::Wait(until - now);
                 }
                 // The token did not come in time, so the lane writes without it.
-                self.continue_without(now);
+                self.write_without_token(now);
                 Permit::Go(TokenUse::without_token())
             }
-            // This host has the token, and its turn lasts until the batch ends and another host waits.
-            Phase::Held(held) if now < held.batch_ends || !held.is_awaited => {
+            // This host has the token. It may write until the batch is over, and also after that if no other host
+            // waits.
+            Phase::Held(held) if now < held.batch_ends || !held.are_others_waiting => {
                 self.uses += 1;
                 Permit::Go(TokenUse {
                     grant_number: Some(self.grant_number),
                 })
             }
             Phase::Held(_) if self.uses == 0 => {
-                // Another host has its turn. The keeper may be inside a call that does not return, so this thread
-                // ends the grant.
+                // The batch is over and another host waits for the token. The keeper may be inside a call that does not
+                // return, so this thread ends the grant.
                 self.end_grant(now);
                 self.start_waiting(now);
                 self.must_wake_keeper = true;
                 Permit::Wait(self.limits.wait)
             }
+            // The batch is over and another host waits, but threads of this host still write.
             Phase::Held(held) => {
                 let until = held.batch_ends + self.limits.wait;
                 if now < until {
@@ -281,14 +283,14 @@ impl TokenMachine {
                 }
                 // Writes of this host hang, and the keeper's call of the service hangs too.
                 self.end_grant(now);
-                self.continue_without(now);
+                self.write_without_token(now);
                 Permit::Go(TokenUse::without_token())
             }
             // The lane writes without the token, and the keeper requests it again.
-            Phase::Without(without) => {
-                without.wanted_at = now;
-                if !without.is_wanted {
-                    without.is_wanted = true;
+            Phase::Tokenless(tokenless) => {
+                tokenless.wanted_at = now;
+                if !tokenless.has_new_work {
+                    tokenless.has_new_work = true;
                     self.must_wake_keeper = true;
                 }
                 Permit::Go(TokenUse::without_token())
@@ -323,7 +325,7 @@ impl TokenMachine {
             Phase::Waiting(waiting) => {
                 let until = waiting.ends_at(self.phase_since, self.limits);
                 if now >= until {
-                    self.continue_without(now);
+                    self.write_without_token(now);
                     return self.next_step(now);
                 }
                 if now < waiting.next_request_at {
@@ -333,40 +335,42 @@ impl TokenMachine {
                 Step::Ask
             }
             Phase::Held(_) => self.next_step_while_held(now),
-            Phase::Without(_) => self.next_step_without_token(now),
+            Phase::Tokenless(_) => self.next_step_without_token(now),
         }
     }
 
-    /// Returns the next step of the keeper while the lane, an I/O server, is written to without the token. The keeper
-    /// requests the token for a lane that has work, and withdraws a request that no lane waits for.
+    /// Returns the next step of the keeper while the lane, an I/O server, is written to without the token.
+    ///
+    /// If the lane still has its place in the queue, the keeper asks again, until the lane has had no work for `wait`.
+    /// Otherwise the keeper withdraws an earlier request first, and makes a new one when the lane has work.
     fn next_step_without_token(&mut self, now: Instant) -> Step {
-        let Phase::Without(without) = &mut self.phase else {
+        let Phase::Tokenless(tokenless) = &mut self.phase else {
             return Step::Sleep(None);
         };
         // The queue was long, so the lane has kept its place there while it writes.
-        if without.is_queued {
-            if now < without.next_request_at {
-                return Step::Sleep(Some(without.next_request_at - now));
+        if tokenless.keeps_queue_place {
+            if now < tokenless.next_request_at {
+                return Step::Sleep(Some(tokenless.next_request_at - now));
             }
-            if now < without.wanted_at + self.limits.wait {
+            if now < tokenless.wanted_at + self.limits.wait {
                 return Step::Ask;
             }
             // The lane has had no work for so long that it gives up its place in the queue.
-            without.is_queued = false;
+            tokenless.keeps_queue_place = false;
         }
-        if self.has_request && !without.is_request_open {
+        if self.has_request && !tokenless.is_request_in_progress {
             // The service may still have the lane in its queue, so the request is withdrawn.
             self.is_returning = true;
             return Step::GiveBack;
         }
-        if !without.is_wanted {
+        if !tokenless.has_new_work {
             return Step::Sleep(None);
         }
-        if now < without.next_request_at {
-            return Step::Sleep(Some(without.next_request_at - now));
+        if now < tokenless.next_request_at {
+            return Step::Sleep(Some(tokenless.next_request_at - now));
         }
-        without.is_request_open = true;
-        without.is_wanted = false;
+        tokenless.is_request_in_progress = true;
+        tokenless.has_new_work = false;
         self.has_request = true;
         Step::Ask
     }
@@ -380,7 +384,7 @@ impl TokenMachine {
         };
         let kept_unused_until = self.unused_since + KEEP_UNUSED_FOR;
         let overdue_at = held.batch_ends + self.limits.wait;
-        let is_turn_over = now >= held.batch_ends && held.is_awaited;
+        let is_turn_over = now >= held.batch_ends && held.are_others_waiting;
         let is_free = self.uses == 0 && (is_turn_over || now >= kept_unused_until);
         // A write that hangs must not keep the token from other hosts for ever.
         if is_free || now >= overdue_at {
@@ -390,14 +394,14 @@ impl TokenMachine {
         if held.renew_at.is_some_and(|renew_at| now >= renew_at) {
             return Step::Renew;
         }
-        if now >= held.check_others_at && !held.is_awaited {
+        if now >= held.check_others_at && !held.are_others_waiting {
             return Step::LookForOthers;
         }
         let mut wake_at = overdue_at;
         if self.uses == 0 {
             wake_at = wake_at.min(kept_unused_until);
         }
-        if !held.is_awaited {
+        if !held.are_others_waiting {
             wake_at = wake_at.min(held.check_others_at);
         } else if now < held.batch_ends {
             wake_at = wake_at.min(held.batch_ends);
@@ -414,7 +418,7 @@ impl TokenMachine {
         if matches!(self.phase, Phase::Waiting(_)) {
             self.figures.waited += now - self.phase_since;
         }
-        if matches!(self.phase, Phase::Without(_)) {
+        if matches!(self.phase, Phase::Tokenless(_)) {
             tracing::info!("the token is granted again: one host at a time writes to this lane");
         }
         self.figures.granted += 1;
@@ -424,7 +428,7 @@ impl TokenMachine {
         self.unused_since = now;
         let held = HeldPhase {
             batch_ends: now + self.limits.hold,
-            is_awaited: false,
+            are_others_waiting: false,
             check_others_at: now + self.check_others_after(),
             renew_at: self.renew_every.map(|every| now + every),
         };
@@ -442,10 +446,12 @@ impl TokenMachine {
     /// keeper, the thread that requests the token, asks again.
     ///
     /// `position.holding` identifies the grant of the present holder. If it differs from the last one, the token passes
-    /// from host to host, and waiting is worthwhile.
+    /// from host to host, and waiting is worthwhile. A lane that writes without the token then waits again, unless it
+    /// gave up because such a queue was too long.
     pub(crate) fn record_queued(&mut self, position: QueuePosition, now: Instant) {
         self.figures.holder = position.holder;
-        // No write waits for this answer, and the service may be unreliable, so keep a minimum pause.
+        // The pause of a lane that writes without the token. No write waits for the answer, and the service may be
+        // unreliable, so there is a minimum pause.
         let queued_pause = position.ask_again_after.max(RETRY.first());
         match &mut self.phase {
             Phase::Waiting(waiting) => {
@@ -456,16 +462,18 @@ impl TokenMachine {
                 waiting.failures = 0;
                 waiting.next_request_at = now + position.ask_again_after;
             }
-            Phase::Without(without) if without.is_queued => {
-                without.next_request_at = now + queued_pause
+            // The lane still has its place in the queue.
+            Phase::Tokenless(tokenless) if tokenless.keeps_queue_place => {
+                tokenless.next_request_at = now + queued_pause
             }
-            Phase::Without(without) if without.is_request_open => {
-                if without.is_queue_long {
+            // This is the answer to a new request of a lane that writes without the token.
+            Phase::Tokenless(tokenless) if tokenless.is_request_in_progress => {
+                if tokenless.does_queue_move {
                     // The lane writes on, and keeps its place in the queue meanwhile.
-                    without.is_request_open = false;
-                    without.is_queued = true;
-                    without.next_request_at = now + queued_pause;
-                } else if without.stuck_grant.as_ref() == Some(&position.holding) {
+                    tokenless.is_request_in_progress = false;
+                    tokenless.keeps_queue_place = true;
+                    tokenless.next_request_at = now + queued_pause;
+                } else if tokenless.grant_at_giveup.as_ref() == Some(&position.holding) {
                     // The token has not changed hands since the lane gave up waiting.
                     self.postpone_request(now);
                 } else {
@@ -488,17 +496,21 @@ impl TokenMachine {
                 waiting.failures += 1;
                 waiting.next_request_at = now + RETRY.after(waiting.failures);
             }
-            Phase::Without(without) if without.is_request_open || without.is_queued => {
+            Phase::Tokenless(tokenless)
+                if tokenless.is_request_in_progress || tokenless.keeps_queue_place =>
+            {
                 self.postpone_request(now)
             }
-            // The failed check or renewal is repeated later. The holder's lease at the service may end before that.
+            // The failed check or renewal is repeated later. The next renewal comes after the shortest pause, because
+            // the token is lost if it is not renewed in time. A check for waiting hosts is less urgent.
             Phase::Held(held) => {
-                held.check_others_at = held.check_others_at.max(now + RETRY.last());
+                let (shortest_pause, longest_pause) = (RETRY.first(), RETRY.last());
+                held.check_others_at = held.check_others_at.max(now + longest_pause);
                 held.renew_at = held
                     .renew_at
-                    .map(|renew_at| renew_at.max(now + RETRY.first()));
+                    .map(|renew_at| renew_at.max(now + shortest_pause));
             }
-            Phase::Idle | Phase::Without(_) => {}
+            Phase::Idle | Phase::Tokenless(_) => {}
         }
     }
 
@@ -515,7 +527,7 @@ impl TokenMachine {
     pub(crate) fn record_others(&mut self, are_waiting: bool, now: Instant) {
         let check_others_after = self.check_others_after();
         if let Phase::Held(held) = &mut self.phase {
-            held.is_awaited = are_waiting;
+            held.are_others_waiting = are_waiting;
             if !are_waiting {
                 held.batch_ends = now + self.limits.hold;
                 held.check_others_at = now + check_others_after;
@@ -558,7 +570,7 @@ impl TokenMachine {
             Phase::Idle => TokenState::Idle,
             Phase::Waiting(_) => TokenState::Waiting,
             Phase::Held(_) => TokenState::Held,
-            Phase::Without(_) => TokenState::Without,
+            Phase::Tokenless(_) => TokenState::Without,
         };
         TokenFigures {
             state,
@@ -586,27 +598,28 @@ impl TokenMachine {
         self.change_phase(Phase::Waiting(waiting), now);
     }
 
-    /// Lets the threads of a lane, an I/O server, write without its token because none came in time, and logs the
-    /// reason. The token is a lock by which hosts take turns. It affects speed only, so no data is at risk.
+    /// Lets the threads of a lane, an I/O server, write without its token because the token did not come in time, and
+    /// logs the reason. The token is a lock by which hosts take turns. It affects speed only, so no data is at risk.
     ///
-    /// If the queue moves but is long, the request stays in the queue. Otherwise the next request comes after `wait`.
-    fn continue_without(&mut self, now: Instant) {
-        let mut stuck_grant = None;
+    /// If the token changes hands and the queue is only long, this host keeps its place in the queue. Otherwise the
+    /// next request comes after `wait`.
+    fn write_without_token(&mut self, now: Instant) {
+        let mut grant_at_giveup = None;
         let mut has_failed = false;
-        let mut is_queue_long = false;
+        let mut does_queue_move = false;
         if let Phase::Waiting(waiting) = &mut self.phase {
             self.figures.waited += now - self.phase_since;
-            stuck_grant = waiting.reported_grant.take();
+            grant_at_giveup = waiting.reported_grant.take();
             has_failed = waiting.failures > 0;
             // The token changes hands, but this host is not served in time.
-            is_queue_long = now < waiting.last_handover + self.limits.wait;
+            does_queue_move = now < waiting.last_handover + self.limits.wait;
         }
         let reason = match self.figures.last_error.as_deref() {
             Some(error) if has_failed => error,
-            _ if is_queue_long => {
+            _ if does_queue_move => {
                 "the queue of hosts is long: raise token-wait, or check the lock service"
             }
-            _ if stuck_grant.is_some() => "the holder of the token makes no progress",
+            _ if grant_at_giveup.is_some() => "the holder of the token makes no progress",
             _ => "the lock service does not answer",
         };
         tracing::warn!(
@@ -615,38 +628,38 @@ impl TokenMachine {
         );
         self.figures.went_without += 1;
         // A request that is being given back has no place in the queue.
-        let is_queued = is_queue_long && self.has_request && !self.is_returning;
-        let without = TokenlessPhase {
-            next_request_at: if is_queued {
+        let keeps_queue_place = does_queue_move && self.has_request && !self.is_returning;
+        let tokenless = TokenlessPhase {
+            next_request_at: if keeps_queue_place {
                 now
             } else {
                 now + self.limits.wait
             },
             tries: 0,
-            is_request_open: false,
-            is_wanted: false,
-            stuck_grant,
-            is_queue_long,
-            is_queued,
+            is_request_in_progress: false,
+            has_new_work: false,
+            grant_at_giveup,
+            does_queue_move,
+            keeps_queue_place,
             wanted_at: now,
         };
-        self.change_phase(Phase::Without(without), now);
+        self.change_phase(Phase::Tokenless(tokenless), now);
         self.must_wake_lane = true;
         self.must_wake_keeper = true;
     }
 
     /// Records a failed attempt of a lane that writes without its token. The next request comes after a longer time.
     fn postpone_request(&mut self, now: Instant) {
-        let Phase::Without(without) = &mut self.phase else {
+        let Phase::Tokenless(tokenless) = &mut self.phase else {
             return;
         };
-        without.is_request_open = false;
-        without.is_queued = false;
-        without.tries += 1;
+        tokenless.is_request_in_progress = false;
+        tokenless.keeps_queue_place = false;
+        tokenless.tries += 1;
         let pause_max = self.limits.wait.max(REQUEST_PAUSE_MAX);
         let backoff = Backoff::new(self.limits.wait, pause_max);
-        // `continue_without` has used the first pause of this sequence.
-        without.next_request_at = now + backoff.after(without.tries.saturating_add(1));
+        // `write_without_token` has used the first pause of this sequence.
+        tokenless.next_request_at = now + backoff.after(tokenless.tries.saturating_add(1));
     }
 
     /// Ends the present grant. Its permits no longer count, and the keeper gives the token back.

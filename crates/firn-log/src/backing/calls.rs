@@ -21,8 +21,10 @@ use crate::frame::{PIECES_MAX, SPAN_BYTES_MAX};
 use crate::run::{FILE_BYTES_MAX, Piece};
 use crate::tag;
 
-/// Passes a call to the backing below, with that backing's inode or file in place of this one's. [`forward`] uses this
-/// macro.
+/// Passes a call to the backing below, with that backing's inode or file in place of this one's.
+///
+/// [`forward`] uses this macro. For example, `forward!(below: statfs)` defines the function `statfs`, which returns
+/// `self.below.statfs()`.
 macro_rules! below {
     ($self:ident, |$below:ident| $call:expr) => {{
         let $below = &$self.below;
@@ -80,8 +82,11 @@ impl<B: Backing> Names for LogBacking<B> {
 
     /// Returns the object with this name, and its attributes. New bytes of a file may be in logs of hosts, and not in
     /// the plain file (the ordinary file with the name) yet. The length and the time include them.
+    ///
+    /// Race: between the two look-ups here, another thread may find that all bytes have been copied to the plain file,
+    /// and forget the file's logs. The attributes of the plain file are then older than the copy.
     fn lookup(&self, parent: &LogInode<B>, name: &OsStr) -> Result<(LogInode<B>, Attr)> {
-        let forget_count = self.forget_count.load(Ordering::Acquire);
+        let forget_count_before = self.forget_count.load(Ordering::Acquire);
         let (plain_inode, plain_attr) = self.below.lookup(&parent.below, name)?;
         let inode = self.make_child_inode(parent, name, plain_inode, &plain_attr)?;
         let logged = self.find_known(inode.id)?;
@@ -89,8 +94,8 @@ impl<B: Backing> Names for LogBacking<B> {
             let attr = self.visible_attr(logged.as_ref(), &|| self.below.attr(&inode.below))?;
             return Ok((inode, attr));
         }
-        if self.forget_count.load(Ordering::Acquire) != forget_count {
-            // All bytes came to the plain file after its attributes were read, so they are read again.
+        if self.forget_count.load(Ordering::Acquire) != forget_count_before {
+            // The logs of some file were forgotten meanwhile, perhaps of this one: read the attributes again.
             let attr = self.below.attr(&inode.below)?;
             return Ok((inode, attr));
         }
@@ -314,7 +319,9 @@ impl<B: Backing> Files for LogBacking<B> {
     }
 
     /// Changes the length of a file by an entry in the index of this host's log, or directly if the file has no logs.
-    /// Returns false if a change that was under way when firnd died has not taken effect.
+    ///
+    /// For a file in logs, [`Resize::Finish`] only asks about an earlier change that may have been interrupted by the
+    /// death of firnd: returns false if that change has not taken effect. In all other cases returns true.
     fn resize(&self, file: &LogFile<B>, resize: Resize) -> Result<bool> {
         let Some(logged) = file.file_to_write(Errno::INVAL)? else {
             return self.below.resize(&file.below, resize);
@@ -426,7 +433,7 @@ impl<B: Backing> Files for LogBacking<B> {
                 .file
                 .retry_while_lagging(&context, &mut || descriptor.file.sync(&context))?;
             if !descriptor.file.is_logged() {
-                self.see_closed_changes(descriptor)?;
+                self.refresh_at_open(descriptor)?;
             }
         }
         self.below.sync(&file.below, data_only)
@@ -518,17 +525,17 @@ impl<B: Backing> Sharing for LogBacking<B> {
         }))
     }
 
-    /// Does the work that is due when programs of this host open a file, or have closed it. At an open, what other
-    /// hosts wrote and closed becomes visible. After the last close, the logs are copied to the plain file, now or
-    /// soon.
+    /// Does the work that is due after programs of this host have opened a file, or have closed it. At an open, what
+    /// other hosts wrote and closed becomes visible. After the last close of a writer, the logs are copied to the plain
+    /// file: soon (`Written`) or before this call returns (`Finished`).
     fn report_use(&self, file: &LogFile<B>, what: FileUse) -> Result<()> {
         let Some(descriptor) = &file.logged else {
             return self.below.report_use(&file.below, what);
         };
         match what {
-            FileUse::OpenedToRead => self.see_closed_changes(descriptor),
+            FileUse::OpenedToRead => self.refresh_at_open(descriptor),
             FileUse::OpenedToWrite => {
-                self.see_closed_changes(descriptor)?;
+                self.refresh_at_open(descriptor)?;
                 if let Err(error) = self.begin_writing(file, descriptor) {
                     // A write reports the error itself; an open that never writes needs no log.
                     tracing::debug!(%error, "cannot begin a log yet");
@@ -537,10 +544,7 @@ impl<B: Backing> Sharing for LogBacking<B> {
             }
             // The logs are copied to the plain file later, by the settling thread.
             FileUse::Written => {
-                descriptor
-                    .file
-                    .has_local_writer
-                    .store(false, Ordering::Release);
+                descriptor.file.clear_local_writer();
                 if descriptor.file.has_containers() {
                     self.settle_queue.add(&descriptor.file, &descriptor.inode);
                 }
@@ -548,10 +552,7 @@ impl<B: Backing> Sharing for LogBacking<B> {
             }
             // The logs are copied to the plain file now, as far as other hosts allow.
             FileUse::Finished => {
-                descriptor
-                    .file
-                    .has_local_writer
-                    .store(false, Ordering::Release);
+                descriptor.file.clear_local_writer();
                 self.finish_last_close(descriptor)
             }
         }
@@ -575,7 +576,8 @@ impl<B: Backing> Placement for LogBacking<B> {
     fn facts(&self, inode: &LogInode<B>) -> Facts {
         let plain = self.below.facts(&inode.below);
         let Some(id) = inode.id else {
-            // The values for a directory apply to its new files, which may be logged.
+            // The values for a directory apply to its new files, which may be logged. So collected writes may be
+            // passed on in one call although they are not neighbours in the file (`gathers`).
             return Facts {
                 gathers: true,
                 changes_by_others: 0,
@@ -591,7 +593,8 @@ impl<B: Backing> Placement for LogBacking<B> {
         };
         Facts {
             lane: lane_of_own_log.unwrap_or(plain.lane),
-            // A log keeps bytes in the order of the writes, so they need not be neighbours in the file.
+            // A log keeps bytes in the order of the writes. So one call can write bytes that are not neighbours in the
+            // file.
             gathers: is_written_to_logs,
             changes_by_others: known_file.map_or(0, |file| file.changes_by_others()),
         }

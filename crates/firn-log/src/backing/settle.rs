@@ -29,7 +29,7 @@ use super::{LogBacking, LogInode, LoggedDescriptor, WhenClosed};
 use crate::file::{FlattenOutcome, LoggedFile, LossTarget};
 use crate::file_dir;
 use crate::file_id::FileId;
-use crate::orphans::{OrphanSearch, Orphans, SearchScope, has_files_of_programs};
+use crate::orphans::{OrphanSearch, Orphans, SearchScope, holds_program_files};
 use crate::salvage::{Report, may_be_damage};
 
 /// Waits between two attempts of a close to settle a file, while other hosts flatten their parts of it.
@@ -290,6 +290,7 @@ impl<B: Backing> LogBacking<B> {
                 self.flatten_batch(&batch, &mut unflattened);
             }
         })?;
+        let unseen_files = unseen_files.unwrap_or(0);
         self.flatten_batch(&files_in_own_lane, &mut unflattened);
         self.flatten_batch(&files_in_other_lanes, &mut unflattened);
         unflattened.lost = self.remove_orphans(unseen_files)?;
@@ -336,7 +337,7 @@ impl<B: Backing> LogBacking<B> {
         let unseen_files = self.visit_logged(search_root, &mut |walked| {
             unflattened.count(self.flatten_damaged(&walked, report));
         })?;
-        unflattened.lost = self.remove_orphans(unseen_files)?;
+        unflattened.lost = self.remove_orphans(unseen_files.unwrap_or(0))?;
         Ok(unflattened)
     }
 
@@ -377,24 +378,25 @@ impl<B: Backing> LogBacking<B> {
         Ok(count)
     }
 
-    /// Visits the files at or below `search_root` that have containers, directories with their logs. Returns how many
-    /// files with containers the walk has not found, or 0 if `search_root` is not the top of the backing: the number is
-    /// unknown then.
+    /// Visits the files at or below `search_root` that have containers, directories with their logs.
+    ///
+    /// Returns how many files with containers the walk has not found. Returns `None` if `search_root` is not the top of
+    /// the backing, because such files may lie elsewhere.
     fn visit_logged(
         &self,
         search_root: &LogInode<B>,
         visit: &mut dyn FnMut(WalkedFile<'_, B>),
-    ) -> Result<usize> {
-        let mut unseen = self.list_files()?;
+    ) -> Result<Option<usize>> {
+        let mut not_found_yet = self.list_files()?;
         if let Some(id) = search_root.id {
-            if unseen.contains(&id) {
+            if not_found_yet.contains(&id) {
                 visit(WalkedFile {
                     id,
                     inode: &search_root.below,
                     path: PathBuf::new(),
                 });
             }
-            return Ok(0);
+            return Ok(None);
         }
         let top_ino = self.below.attr(&self.below.root())?.ino;
         let is_top_of_backing = self.below.attr(&search_root.below)?.ino == top_ino;
@@ -403,33 +405,33 @@ impl<B: Backing> LogBacking<B> {
             path: PathBuf::new(),
         }];
         while let Some(dir) = dirs.pop() {
-            if unseen.is_empty() {
+            if not_found_yet.is_empty() {
                 break;
             }
             let is_firn_dir = is_top_of_backing && dir.path.as_os_str() == TOP;
-            self.visit_logged_in(&dir, is_firn_dir, &mut unseen, &mut dirs, visit)?;
+            self.visit_logged_in(&dir, is_firn_dir, &mut not_found_yet, &mut dirs, visit)?;
         }
-        Ok(if is_top_of_backing { unseen.len() } else { 0 })
+        Ok(is_top_of_backing.then_some(not_found_yet.len()))
     }
 
     /// Visits the files of one directory that have containers (directories with their logs), and removes them from
-    /// `unseen`. Adds the directories in it to `dirs`.
+    /// `not_found_yet`. Adds the directories in it to `dirs`.
     fn visit_logged_in(
         &self,
         dir: &DirToWalk<B>,
         is_firn_dir: bool,
-        unseen: &mut BTreeSet<FileId>,
+        not_found_yet: &mut BTreeSet<FileId>,
         dirs: &mut Vec<DirToWalk<B>>,
         visit: &mut dyn FnMut(WalkedFile<'_, B>),
     ) -> Result<()> {
         for (name, ino, kind) in own::list(&self.below, &dir.inode)? {
             // `.firn` is skipped, except where a transaction keeps new files of programs.
-            if is_firn_dir && !has_files_of_programs(&name) {
+            if is_firn_dir && !holds_program_files(&name) {
                 continue;
             }
             // Only directories and files with containers are looked up.
             let may_be_dir = kind.is_none_or(|kind| kind == Kind::Dir);
-            if !may_be_dir && !contains_ino(unseen, ino) {
+            if !may_be_dir && !contains_ino(not_found_yet, ino) {
                 continue;
             }
             let name = OsStr::from_bytes(&name);
@@ -440,7 +442,7 @@ impl<B: Backing> LogBacking<B> {
             };
             let path = dir.path.join(name);
             if let Some(id) = FileId::read(&self.below, &inode, &attr)?
-                && unseen.remove(&id)
+                && not_found_yet.remove(&id)
             {
                 visit(WalkedFile {
                     id,
@@ -510,7 +512,7 @@ impl<B: Backing> LogBacking<B> {
             marked: &self.marked,
         };
         let orphans = search.run(scope)?;
-        // The removals of this host's last life that the search has finished are forgotten.
+        // The removals of this host's previous run that the search has finished are forgotten.
         let mut marked = self.marked.lock();
         marked.retain(|container| orphans.waiting.contains(container));
         drop(marked);

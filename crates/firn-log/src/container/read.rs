@@ -305,8 +305,8 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    /// Lists where the bytes of `range` lie in the log of a change, from `position` on. Goes block by block (each has
-    /// one checksum): some blocks are lost, and others must be checked first.
+    /// Lists where the bytes of `range` lie in the log of a change, from `position` on. Decides about each block, a
+    /// part of the log with one checksum, on its own: a block may be lost, or must be compared with its checksum first.
     fn locate_in_log(
         &self,
         backing: &B,
@@ -319,10 +319,11 @@ impl<B: Backing> Container<B> {
             location,
             last_block,
         } = change;
-        let in_span = range_in_span(&location.span, position, range.end - range.start)?;
-        let span_start = in_span.start;
-        let to_file_offset = |in_span: u64| range.start + (in_span - span_start);
-        for BlockPart { block, bytes, .. } in BlockPart::split(in_span) {
+        let span_range = range_in_span(&location.span, position, range.end - range.start)?;
+        let first_offset_in_span = span_range.start;
+        let to_file_offset =
+            |offset_in_span: u64| range.start + (offset_in_span - first_offset_in_span);
+        for BlockPart { block, bytes, .. } in BlockPart::split(span_range) {
             let listing = match *last_block {
                 Some((last_number, last_listing)) if last_number == block => last_listing,
                 _ => match self.list_block(backing, location, block, located)? {
@@ -346,18 +347,22 @@ impl<B: Backing> Container<B> {
         Ok(ListStatus::Open)
     }
 
-    /// Decides how a program that has the list gets the bytes of block number `block` of a change: from the log's file,
-    /// from firnd after a check, or by a read through the mount. A block is a part of a log with one checksum, which is
-    /// compared before a program reads another host's bytes. Returns `None` if the list must end before the block.
+    /// Decides how a program that has the list gets the bytes of block number `block_number` of a change: from the
+    /// log's file, from firnd after a check, or by a read through the mount. Returns `None` if the list must end before
+    /// the block.
+    ///
+    /// A block is a part of a log with one checksum, which is compared before a program reads another host's bytes.
+    /// This function reads and checks the block itself if its host's bytes begin the list.
     fn list_block(
         &self,
         backing: &B,
         location: &ChangeLocation<B>,
-        block: u64,
+        block_number: u64,
         located: &mut LocatedList,
     ) -> Result<Option<BlockListing>> {
         let file = location.file.as_ref().ok_or(Errno::IO)?;
-        let block = location.block(block);
+        let block = location.block(block_number);
+        // The block was given up as damaged.
         if location.lost.contains(&block.position()) {
             return Ok(Some(BlockListing::Omitted));
         }
@@ -378,6 +383,7 @@ impl<B: Backing> Container<B> {
         let log = DataFile::Log(self.log_id(writer, location.span.log));
         Ok(Some(match located.find_or_add_file(backing, log, file) {
             Some(index) => BlockListing::InFile(index),
+            // The log has no descriptor, or the list has too many.
             None => BlockListing::Omitted,
         }))
     }
@@ -385,7 +391,7 @@ impl<B: Backing> Container<B> {
     /// Returns the identity of a log in this container.
     fn log_id(&self, writer: WriterId, log: u32) -> LogId {
         LogId {
-            container: self.number,
+            container: self.instance_id,
             writer,
             log,
         }
@@ -535,9 +541,11 @@ impl<B: Backing> Container<B> {
         Ok(())
     }
 
-    /// Reads pieces that lie near each other in one log into their buffers, with one call. Reads ahead if the pieces
-    /// continue the last read of that log: a *window*, the bytes that were read last, stays in memory for the next
-    /// read.
+    /// Reads pieces that lie near each other in one log into their buffers, with at most one call of the backing.
+    ///
+    /// A long single piece is read straight into its buffer. All others are copied from a *window*: the bytes of the
+    /// log that were read last, which stay in memory for the next read. If the window lacks some of the pieces, a new
+    /// one is read. It also has bytes after the pieces (read-ahead) if these continue the old window.
     fn read_group(
         &self,
         backing: &B,
@@ -549,6 +557,7 @@ impl<B: Backing> Container<B> {
         };
         let log_id = first.log_id;
         let wanted = first.position..last.end();
+        // A read ahead must not go beyond this position.
         let limit = last.limit;
         let file = Arc::clone(&first.file);
         let known_window = self.memory.ahead.find(log_id);
@@ -560,7 +569,7 @@ impl<B: Backing> Container<B> {
             && is_long
             && !is_in_memory
         {
-            // A long piece is read straight into the caller's buffer. A window would only add a copy.
+            // A window would only add a copy.
             read_exact(backing, &file, piece.buf, wanted.start)?;
             pages.release_after_read(backing, &file, wanted.start, piece.buf.len());
             return Ok(());

@@ -7,8 +7,8 @@
 //! * A *table* is a part of an index, sorted by offset in the file.
 //! * The *seal* says how many bytes of each index count, once no host may write to the container any more.
 //!
-//! One pass lists the directory, then handles each index: it opens new tables and reads the frames after them. After
-//! the seal was found, only the bytes of each index that the seal names count.
+//! One pass lists the directory, then handles each index: it opens new tables and reads the frames after them. Once
+//! there is a seal, the pass ignores bytes of an index beyond the length that the seal has for it.
 //!
 //! Races
 //! * Two threads may read the same frames. The second one finds that the position has moved, and drops its frames.
@@ -32,8 +32,9 @@ use crate::seal::{DONE_ALL, SEAL_NAME, Seal};
 use crate::table::{Table, TableError, TableResult};
 use crate::times::{self, LastRecord};
 
-/// Bound on the passes that look for a state without new changes. Each pass may find new changes while other hosts
-/// write. Sixteen such passes in a row are most unlikely, and then an earlier change may be missed.
+/// Bound on the passes of a refresh that repeats until a pass finds nothing new ([`Container::refresh_until_stable`]).
+/// While other hosts write all the time, each pass may find new changes. After this many passes, the refresh ends all
+/// the same, and may have missed a change that precedes one that it found.
 const REFRESHES_MAX: usize = 16;
 
 impl<B: Backing> Container<B> {
@@ -43,10 +44,11 @@ impl<B: Backing> Container<B> {
         view.tables.iter().any(|table| table.is_damaged())
     }
 
-    /// Builds a new view (what this host knows of all indexes), and replaces the old view with it. Damaged tables are
-    /// left out. With a seal, which says how much of each index counts, the rest is left out too.
+    /// Reads all indexes anew into a new *view* (what this host knows of all indexes), and replaces the old view with
+    /// it. Other threads use the old view meanwhile.
     ///
-    /// Other threads use the old view meanwhile. An index whose table is damaged is read unsorted.
+    /// Damaged tables are left out; the unsorted index is read in their place. With a seal, bytes of an index that do
+    /// not count are left out too.
     pub(super) fn rebuild_view(&self, backing: &B, new_seal: Option<Arc<Seal>>) -> Result<()> {
         let (plain_bytes, mut rejected, seal) = {
             let view = self.view.lock();
@@ -59,7 +61,8 @@ impl<B: Backing> Container<B> {
             let mut empty_view = View::new(plain_bytes);
             empty_view.seal = seal.clone();
             empty_view.rejected = rejected.clone();
-            // The new view is filled as that of a second container, so that other threads never see a part of it.
+            // `read_indexes` fills the view of a container. This second object of the same container has the new view
+            // only, so that other threads never see a part of it.
             let rebuilt = Self::with_view(
                 self.dir.clone(),
                 &self.name,
@@ -69,6 +72,7 @@ impl<B: Backing> Container<B> {
             );
             match rebuilt.read_indexes(backing) {
                 Ok(()) => {
+                    // Take the filled view out of the second object, which is not used any more.
                     let new_view = std::mem::replace(&mut *rebuilt.view.lock(), View::new(0));
                     self.replace_view(new_view);
                     return Ok(());
@@ -155,7 +159,7 @@ impl<B: Backing> Container<B> {
             .filter_map(|name| Writer::parse_table_name(name))
             .collect();
         for writer in self.writers_to_read(&names).values() {
-            self.use_tables(backing, writer, &tables)?;
+            self.select_tables(backing, writer, &tables)?;
             self.read_new_frames(backing, writer)?;
         }
         self.update_len(backing)
@@ -193,10 +197,12 @@ impl<B: Backing> Container<B> {
         Ok(())
     }
 
-    /// Makes reads use the best tables for the index of `writer`: sorted files, each with a part of the index. `listed`
-    /// are those that the directory has. They replace the tables in use if they cover more of the index, or as much
-    /// with fewer tables. Damaged ones are left out.
-    pub(super) fn use_tables(
+    /// Selects the tables (sorted files, each with a part of the index) that reads use for the index of `writer`. The
+    /// tables in use are replaced if others cover more of the index, or as much with fewer tables. Damaged tables are
+    /// left out.
+    ///
+    /// `listed` are the tables of all indexes that the directory has.
+    pub(super) fn select_tables(
         &self,
         backing: &B,
         writer: &Writer,
@@ -218,10 +224,10 @@ impl<B: Backing> Container<B> {
         };
         let new_tables = loop {
             let tables =
-                self.find_adjacent_tables(backing, writer, &parts, limit, &tables_in_use)?;
-            match self.find_ends(backing, writer.id(), &tables) {
+                self.choose_adjacent_tables(backing, writer, &parts, limit, &tables_in_use)?;
+            match self.compute_ends_of_new(backing, writer.id(), &tables) {
                 Ok(()) => break tables,
-                // The damaged table is not in use yet: it is rejected, and the others are tried.
+                // A new table is damaged. It is rejected now, and the loop selects again without it.
                 Err(TableError::Damaged) if self.reject_damaged(&tables) => {}
                 Err(error) => return Err(error),
             }
@@ -237,7 +243,7 @@ impl<B: Backing> Container<B> {
         let mut view = self.view.lock();
         let index = view.find_or_add_index(writer, false);
         let has_unread_frames = end_of(&new_tables) > index.offset;
-        let replaced_tables = view.set_tables(writer.id(), new_tables);
+        let replaced_tables = view.install_tables(writer.id(), new_tables);
         if has_unread_frames {
             self.record_change_by_others();
         }
@@ -246,10 +252,12 @@ impl<B: Backing> Container<B> {
         drop(replaced_tables);
     }
 
-    /// Makes each of `tables` (sorted parts of an index) find and store where its last visible byte ends in the file.
-    /// The length of the file is then known without a further read. The tables are not in use yet, so the cuts and
-    /// growths that they contain are applied here to a copy of the known ones.
-    fn find_ends(
+    /// Makes each of `tables` (sorted parts of an index) find and store where its last visible byte ends in the file,
+    /// so that the length of the file is known without a further read. Fails with `Damaged` if a block is damaged.
+    ///
+    /// The tables are not in use yet, so the cuts and growths that they contain are applied here to a copy of the known
+    /// ones.
+    fn compute_ends_of_new(
         &self,
         backing: &B,
         writer: WriterId,
@@ -282,7 +290,7 @@ impl<B: Backing> Container<B> {
 
     /// Returns adjacent tables (sorted parts) that cover an index from its beginning, up to `limit`. Prefers the
     /// longest ones, so they are few.
-    fn find_adjacent_tables(
+    fn choose_adjacent_tables(
         &self,
         backing: &B,
         writer: &Writer,
@@ -349,9 +357,10 @@ impl<B: Backing> Container<B> {
     }
 
     /// Reads new frames (changes) of another host's index, and checks that the index has all bytes that count. Before
-    /// the container is sealed, those are all synced bytes.
+    /// the container is sealed, those are all synced bytes. Fails with EIO if bytes that count are missing or damaged.
     fn read_new_frames(&self, backing: &B, writer: &Writer) -> Result<()> {
         let mut has_asked_length = false;
+        // Each pass reads the state again: another thread may read the same index or apply a seal meanwhile.
         loop {
             // The view gets this host's own changes when they are made.
             if self.is_own(writer.id()) {
@@ -368,6 +377,7 @@ impl<B: Backing> Container<B> {
                 has_asked_length = true;
                 backing.attr_of_file_now(file)?;
             }
+            // How many bytes of the index count: the largest number before the container is sealed.
             let limit = self.view.lock().limit_of(writer);
             let Some(OpenIndex { file, offset }) = open_index else {
                 return self.check_missing(writer, limit);
@@ -385,6 +395,7 @@ impl<B: Backing> Container<B> {
             }
             if has_read_none {
                 let is_sealed = limit != u64::MAX;
+                // The index ends with a complete frame, and no seal says that more bytes of it count.
                 if reached_end && !is_sealed {
                     return Ok(());
                 }
@@ -512,8 +523,8 @@ impl<B: Backing> Container<B> {
             };
             let index = backing.open(&inode, Access::Read)?;
             // The seal is made from these lengths, so the bytes are durable before the seal.
-            let data_only = true;
-            backing.sync(&index, data_only)?;
+            let is_data_only = true;
+            backing.sync(&index, is_data_only)?;
             // Asks the server for the length, as in `read_new_frames`.
             backing.attr_of_file_now(&index)?;
             let sorted_end = self.sorted_end(&writer);
@@ -623,7 +634,7 @@ fn compute_ends<B: Backing>(
     length_changes: &LengthChanges,
 ) -> TableResult<()> {
     for table in tables {
-        table.compute_end(backing, length_changes.limits_of(table.writer))?;
+        table.compute_visible_end(backing, length_changes.limits_of(table.writer))?;
     }
     Ok(())
 }

@@ -43,9 +43,11 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    /// Makes tables (sorted files) until all that this host has read of the index is sorted. A table is made from at
-    /// most `bytes` bytes of the index, plus one frame (entry). After each one, merges tables of the same level: those
-    /// whose contents were merged equally often.
+    /// Makes tables (sorted files) until the index is sorted as far as this host has read it. A table is made from at
+    /// most `bytes` bytes of the index, plus one frame (entry).
+    ///
+    /// After each new table, merges the last tables of the index as long as enough of them have the same level (were
+    /// merged equally often). Fails with EIO if a new table does not come into use.
     fn sort_parts(&self, backing: &B, writer: &Writer, bytes: u64) -> Result<()> {
         let sorter = self.sorter(backing, writer);
         loop {
@@ -67,7 +69,8 @@ impl<B: Backing> Container<B> {
                 self.use_new_tables(backing, writer)?;
             }
             if self.sorted_end(writer) <= sorted_end {
-                // The new table is not in use, so further tables would not be either.
+                // The new table was rejected as damaged, or is not visible in the listing yet. Tables must be adjacent,
+                // so further ones would not come into use either.
                 return Err(Errno::IO);
             }
         }
@@ -113,7 +116,7 @@ impl<B: Backing> Container<B> {
             .iter()
             .filter_map(|(name, ..)| Writer::parse_table_name(name))
             .collect();
-        Ok(self.use_tables(backing, writer, &tables)?)
+        Ok(self.select_tables(backing, writer, &tables)?)
     }
 
     /// Sorts and merges this host's own index after the host has ended writing.

@@ -86,10 +86,12 @@ impl<B: Backing> View<B> {
         }
     }
 
-    /// Replaces the tables (sorted parts) in use of one index. Returns the old list of all tables: the caller drops it
-    /// without the lock, because that closes files.
+    /// Replaces the tables (sorted parts) in use of one index. Also applies their cuts and growths, drops the changes
+    /// that are in the tables from memory, and updates the length of the file.
+    ///
+    /// Returns the old list of all tables. The caller drops it without the lock, because that closes files.
     #[must_use]
-    pub(super) fn set_tables(
+    pub(super) fn install_tables(
         &mut self,
         id: WriterId,
         index_tables: Vec<Arc<Table<B>>>,
@@ -107,6 +109,7 @@ impl<B: Backing> View<B> {
             }
         });
         index.tables = index_tables;
+        // The frames in the tables count as read.
         index.offset = index.offset.max(index.sorted_end());
         debug_assert!(
             index.sorted_end() <= index.offset,
@@ -129,7 +132,7 @@ impl<B: Backing> View<B> {
         let last_end = self
             .tables
             .iter()
-            .filter_map(|table| table.end(length_changes.limits_of(table.writer)))
+            .filter_map(|table| table.visible_end(length_changes.limits_of(table.writer)))
             .max();
         self.resolver.set_tables_end(last_end.unwrap_or(0));
     }

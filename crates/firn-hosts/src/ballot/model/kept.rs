@@ -11,16 +11,17 @@
 use super::*;
 
 /// Largest number of changes of other hosts that a listing may miss.
-const LAG_MAX: usize = 2;
+const MISSED_CHANGES_MAX: usize = 2;
+/// Largest number of crashes in one sequence of steps. It bounds the number of states.
 const CRASHES_MAX: u8 = 2;
 /// Name of the only unit of work.
 const UNDO: &str = "undo";
 
-/// Protocol of the model: a commit needs no further work. After an abort all hosts stop, and then one host undoes the
+/// Protocol of the model. A commit needs no further work; after an abort all hosts stop, and then one host undoes the
 /// changes.
-struct Shadow;
+struct UndoProtocol;
 
-impl Protocol for Shadow {
+impl Protocol for UndoProtocol {
     type Decision = bool;
 
     fn plan(&self, commit: &bool) -> Plan {
@@ -38,28 +39,30 @@ struct Dir {
     /// Number of the ballot, counted from 1 among the ballots of this name.
     number: u8,
     joined: Hosts,
+    /// The decision: `true` to commit, `false` to abort.
     decision: Option<bool>,
     stopped: Hosts,
+    /// The host that has claimed the undo.
     claimed: Option<u8>,
+    /// Whether the undo is done.
     is_done: bool,
     left: Hosts,
-    /// Hosts that found that they take part. Only the checks use this, no host reads it.
+    /// Hosts that began to make changes: they joined, and then saw the ballot open. A host in `joined` may still
+    /// withdraw instead. Only the checks use this; no host reads it.
     took_part: Hosts,
 }
 
 impl Dir {
-    /// Returns the directory of this ballot, a decision of several hosts, as one host sees it in a listing. Hosts are
-    /// numbers here, and the decision is `true` to commit or `false` to abort.
+    /// Returns what a host sees of the ballot, a decision of several hosts, if it lists the directory in this state.
     ///
-    /// After an abort there is one unit of work, named [`UNDO`], which one host claims and then does. `locked_by_me` is
-    /// this host, if it has locked the ballot as a whole, as the removal of the directory requires.
-    fn view(&self, locked_by_me: Option<u8>) -> View<u8, bool> {
+    /// `whole_locked_by` is that host, if it has locked the whole ballot to remove the directory, and `None` otherwise.
+    fn view(&self, whole_locked_by: Option<u8>) -> View<u8, bool> {
         let mut claimed = BTreeMap::new();
         if let Some(host) = self.claimed {
             let undo = Unit::Part(UNDO.to_owned());
             claimed.insert(undo.claim(), Claimant::Host(host));
         }
-        if let Some(host) = locked_by_me {
+        if let Some(host) = whole_locked_by {
             claimed.insert(WHOLE.to_owned(), Claimant::Host(host));
         }
         let mut done = BTreeSet::new();
@@ -67,28 +70,33 @@ impl Dir {
             done.insert(UNDO.to_owned());
         }
         View {
-            joined: set(self.joined),
+            joined: hosts_in(self.joined),
             is_closing: false,
             decision: self.decision,
-            stopped: set(self.stopped),
+            stopped: hosts_in(self.stopped),
             claimed,
             done,
-            left: set(self.left),
+            left: hosts_in(self.left),
         }
     }
 }
 
-/// The call that a host makes next, as its last listing made it choose ([`Action`]).
+/// The call that a host makes next. The host chose it from its last listing ([`Action`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 enum Pending {
     Stop,
+    /// Claims the undo.
     Claim,
+    /// Begins the undo.
     Work,
     Leave,
+    /// Locks the whole ballot, to remove its directory.
     ClaimRemoval,
+    /// First step of the removal: checks that the directory still has its name.
     Retire,
-    /// Renames the directory that now has the name.
+    /// Second step of the removal: renames the directory that now has the name.
     Rename,
+    /// Removes the directory that now has the name, if it is empty.
     RemoveEmpty,
 }
 
@@ -100,13 +108,15 @@ enum Phase {
     Idle,
     /// The host is about to join.
     Joining {
-        has_put: bool,
+        /// Whether the host has put the file that says that it takes part.
+        has_created_file: bool,
         /// The step that followed from the last listing.
         step: Option<JoinStep>,
     },
     /// The host makes changes that an abort undoes.
     Active,
-    /// The host has seen a decision.
+    /// The host waits for a decision or works after it. It makes the chosen call, or lists the directory if there is
+    /// none (`None`).
     Ending(Option<Pending>),
     /// The host undoes the changes.
     Working,
@@ -121,7 +131,7 @@ enum Phase {
 }
 
 /// Only a ballot as a whole is ever locked, so there is one claim.
-type State = World<Dir, Phase, 1, { LAG_MAX + 1 }>;
+type State = ModelState<Dir, Phase, 1, { MISSED_CHANGES_MAX + 1 }>;
 const WHOLE_CLAIM: usize = 0;
 
 impl State {
@@ -136,9 +146,12 @@ impl State {
         self.hosts[host].number == number && self.hosts[host].phase == *phase
     }
 
-    /// Adds the state after a crash of a host, while crashes are left. A host that is idle or has crashed already adds
-    /// none. A host that had locked the whole ballot to remove its directory never comes back.
-    fn crash(&self, index: usize, add: &mut dyn FnMut(Self)) {
+    /// Passes the state after a crash of a host to `push_state`. Does nothing if the host is idle or has crashed, or
+    /// after [`CRASHES_MAX`] crashes.
+    ///
+    /// A host that had locked the whole ballot to remove its directory never comes back, so other hosts must finish the
+    /// removal.
+    fn crash(&self, index: usize, push_state: &mut dyn FnMut(Self)) {
         let has_begun = match &self.hosts[index].phase {
             Phase::Idle | Phase::Crashed { .. } | Phase::Gone => return,
             Phase::Joining { .. } | Phase::Withdrawing | Phase::LeavingUnchanged { .. } => false,
@@ -147,131 +160,139 @@ impl State {
         if self.crashes == CRASHES_MAX {
             return;
         }
-        let mut next = *self;
-        next.crashes += 1;
+        let mut next_state = *self;
+        next_state.crashes += 1;
         let phase = if self.locks_whole(index) {
             Phase::Gone
         } else {
             Phase::Crashed { has_begun }
         };
-        next.unlock(index);
-        next.enter(index, phase);
-        add(next);
+        next_state.unlock(index);
+        next_state.enter(index, phase);
+        push_state(next_state);
     }
 
-    /// Adds the states to which a host's next call or listing of the ballot's directory leads. The host's phase decides
-    /// which it is: in a phase without a chosen step the host lists, and otherwise makes the chosen call.
-    fn step_host(&self, index: usize, add: &mut dyn FnMut(Self)) {
+    /// Passes each state to `push_state` to which a host's next call or listing of the ballot's directory leads. In a
+    /// phase without a chosen step the host lists, and otherwise it makes the chosen call.
+    fn step_host(&self, index: usize, push_state: &mut dyn FnMut(Self)) {
         match &self.hosts[index].phase {
             Phase::Gone => {}
-            Phase::Idle => self.open(index, add),
+            Phase::Idle => self.open_or_create_dir(index, push_state),
             Phase::Joining {
-                has_put,
+                has_created_file,
                 step: None,
-            } => self.list_and_choose(index, add, &|next, dir| {
-                let is_open = dir.view(None).is_open() && next.dir(index).is_some();
-                let step = next_join(is_open, *has_put);
+            } => self.list_and_choose(index, push_state, &|next_state, dir| {
+                let is_open = dir.view(None).is_open() && next_state.dir(index).is_some();
+                let step = next_join(is_open, *has_created_file);
                 Some(match step {
                     // The host checks whether the last ballot is over, and removes it then.
                     JoinStep::Refused => Phase::Ending(None),
                     step => Phase::Joining {
-                        has_put: *has_put,
+                        has_created_file: *has_created_file,
                         step: Some(step),
                     },
                 })
             }),
             Phase::Joining {
                 step: Some(step), ..
-            } => self.join(index, *step, add),
-            Phase::Active => self.decide(index, add),
-            Phase::Ending(None) => {
-                self.list_and_choose(index, add, &|next, dir| next.choose_call(index, dir))
-            }
-            Phase::Ending(Some(pending)) => self.make_call(index, *pending, add),
+            } => self.join(index, *step, push_state),
+            Phase::Active => self.decide(index, push_state),
+            Phase::Ending(None) => self.list_and_choose(index, push_state, &|next_state, dir| {
+                next_state.choose_call(index, dir)
+            }),
+            Phase::Ending(Some(pending)) => self.make_call(index, *pending, push_state),
             Phase::Working => {
-                let mut next = *self;
-                next.put(index, |dir| dir.is_done = true);
-                next.enter(index, Phase::Ending(None));
-                add(next);
+                let mut next_state = *self;
+                next_state.put(index, |dir| dir.is_done = true);
+                next_state.enter(index, Phase::Ending(None));
+                push_state(next_state);
             }
-            Phase::Crashed { has_begun } => self.recover(index, *has_begun, add),
+            Phase::Crashed { has_begun } => self.recover(index, *has_begun, push_state),
             Phase::Withdrawing => {
-                let mut next = *self;
-                next.put(index, |dir| dir.joined &= !(1 << index));
-                next.forget_ballot(index);
-                add(next);
+                let mut next_state = *self;
+                next_state.put(index, |dir| dir.joined &= !(1 << index));
+                next_state.forget_ballot(index);
+                push_state(next_state);
             }
             Phase::LeavingUnchanged { has_stopped } => {
-                let mut next = *self;
-                if *has_stopped {
-                    next.put(index, |dir| dir.left |= 1 << index);
-                    next.enter(index, Phase::Ending(None));
-                } else {
-                    next.put(index, |dir| dir.stopped |= 1 << index);
-                    next.enter(index, Phase::LeavingUnchanged { has_stopped: true });
-                }
-                add(next);
+                push_state(self.leave_unchanged(index, *has_stopped));
             }
         }
     }
 
-    /// Adds the state after a host has opened the ballot's directory, which it makes if there is none. Adds none if all
-    /// ballots of the model were made.
-    fn open(&self, index: usize, add: &mut dyn FnMut(Self)) {
-        let mut next = *self;
+    /// Returns the state after a host that has changed nothing has recorded that it has stopped, or, if it has stopped
+    /// already, that it has left.
+    fn leave_unchanged(&self, index: usize, has_stopped: bool) -> Self {
+        let mut next_state = *self;
+        if has_stopped {
+            next_state.put(index, |dir| dir.left |= 1 << index);
+            next_state.enter(index, Phase::Ending(None));
+        } else {
+            next_state.put(index, |dir| dir.stopped |= 1 << index);
+            next_state.enter(index, Phase::LeavingUnchanged { has_stopped: true });
+        }
+        next_state
+    }
+
+    /// Passes the state to `push_state` after a host has opened the ballot's directory, or has created it if there is
+    /// none. Does nothing if it would have to be created, but all ballots of the model were created already.
+    fn open_or_create_dir(&self, index: usize, push_state: &mut dyn FnMut(Self)) {
+        let mut next_state = *self;
         let number = match self.history.current() {
             Some(dir) => dir.number,
-            None if self.made < BALLOTS_MAX => {
-                next.made += 1;
+            None if self.ballots_created < BALLOTS_MAX => {
+                next_state.ballots_created += 1;
                 let dir = Dir {
-                    number: next.made,
+                    number: next_state.ballots_created,
                     ..Dir::default()
                 };
-                next.history.change(index, Some(dir));
-                next.made
+                next_state.history.change(index, Some(dir));
+                next_state.ballots_created
             }
             None => return,
         };
-        next.hosts[index].number = number;
+        next_state.hosts[index].number = number;
         let joining = Phase::Joining {
-            has_put: false,
+            has_created_file: false,
             step: None,
         };
-        next.enter(index, joining);
-        add(next);
+        next_state.enter(index, joining);
+        push_state(next_state);
     }
 
-    /// Adds the states after a host has listed its directory, one for each state that the listing may return.
+    /// Passes the states to `push_state` after a host has listed its directory, one for each state that the listing may
+    /// return.
     ///
     /// `choose` returns the phase that follows from the listed directory. If it returns `None`, or if the directory is
     /// gone, the host has no more work for the ballot.
     fn list_and_choose(
         &self,
         index: usize,
-        add: &mut dyn FnMut(Self),
+        push_state: &mut dyn FnMut(Self),
         choose: &dyn Fn(&Self, Dir) -> Option<Phase>,
     ) {
         let number = self.hosts[index].number;
-        for lag in 0..=self.history.lag_of(index) {
-            let mut next = *self;
-            let listed_dir = next.history.list(index, lag);
+        for missed in 0..=self.history.missable_changes(index) {
+            let mut next_state = *self;
+            let listed_dir = next_state.history.list(index, missed);
             match listed_dir.filter(|dir| dir.number == number) {
                 Some(dir) => {
-                    let phase = choose(&next, dir);
-                    next.enter_or_forget(index, phase);
+                    let phase = choose(&next_state, dir);
+                    next_state.enter_or_forget(index, phase);
                 }
-                // This listing is from before the directory was made, so it says nothing.
-                None if lag > 0 => continue,
-                // The directory is removed. Its listing is empty but for the host's own files, or fails.
+                // An outdated listing from before the directory was created tells the host nothing, so it is skipped.
+                None if missed > 0 => continue,
+                // The directory is being removed, with two outcomes: the listing has no files but the host's own, or it
+                // fails.
                 None => {
-                    let mut with_remains = next;
-                    let phase = choose(&with_remains, self.remains(index));
-                    with_remains.enter_or_forget(index, phase);
-                    add(with_remains);
-                    next.forget_ballot(index);
+                    let mut partly_removed = next_state;
+                    let phase = choose(&partly_removed, self.listed_while_removed(index));
+                    partly_removed.enter_or_forget(index, phase);
+                    push_state(partly_removed);
+                    next_state.forget_ballot(index);
                 }
             }
-            add(next);
+            push_state(next_state);
         }
     }
 
@@ -284,67 +305,70 @@ impl State {
     }
 
     /// Returns the directory as a host may list it while it is removed: empty but for the host's own put.
-    fn remains(&self, index: usize) -> Dir {
-        let has_put = matches!(
+    fn listed_while_removed(&self, index: usize) -> Dir {
+        let has_created_file = matches!(
             self.hosts[index].phase,
-            Phase::Joining { has_put: true, .. }
+            Phase::Joining {
+                has_created_file: true,
+                ..
+            }
         );
         Dir {
             number: self.hosts[index].number,
-            joined: Hosts::from(has_put) << index,
+            joined: Hosts::from(has_created_file) << index,
             ..Dir::default()
         }
     }
 
-    /// Adds the state after a host has taken a step to join the ballot: put its file, withdrawn it, or found that it
-    /// takes part or is refused.
-    fn join(&self, index: usize, step: JoinStep, add: &mut dyn FnMut(Self)) {
-        let mut next = *self;
+    /// Passes the state to `push_state` after a host has taken `step` to join the ballot. The host puts its file,
+    /// withdraws the file, begins to make changes, or finds that it is refused.
+    fn join(&self, index: usize, step: JoinStep, push_state: &mut dyn FnMut(Self)) {
+        let mut next_state = *self;
         match step {
             JoinStep::Put => {
-                next.put(index, |dir| dir.joined |= 1 << index);
+                next_state.put(index, |dir| dir.joined |= 1 << index);
                 let joining = Phase::Joining {
-                    has_put: true,
+                    has_created_file: true,
                     step: None,
                 };
-                next.enter(index, joining);
+                next_state.enter(index, joining);
             }
             JoinStep::Withdraw => {
-                next.put(index, |dir| dir.joined &= !(1 << index));
-                next.forget_ballot(index);
+                next_state.put(index, |dir| dir.joined &= !(1 << index));
+                next_state.forget_ballot(index);
             }
             JoinStep::Joined => {
-                let number = next.hosts[index].number;
-                if let Some(dir) = next.history.current_mut() {
+                let number = next_state.hosts[index].number;
+                if let Some(dir) = next_state.history.current_mut() {
                     assert_eq!(dir.number, number, "it takes part in nothing");
                     dir.took_part |= 1 << index;
                 }
-                next.enter(index, Phase::Active);
+                next_state.enter(index, Phase::Active);
             }
             // The host checks whether the last ballot is over, and removes it then.
-            JoinStep::Refused => next.enter(index, Phase::Ending(None)),
+            JoinStep::Refused => next_state.enter(index, Phase::Ending(None)),
         }
-        add(next);
+        push_state(next_state);
     }
 
-    /// Adds the states after a host has tried to decide, once for an abort and once for a commit. An earlier decision
-    /// counts.
-    fn decide(&self, index: usize, add: &mut dyn FnMut(Self)) {
+    /// Passes the states to `push_state` after a host has tried to decide, once for an abort and once for a commit. An
+    /// earlier decision remains.
+    fn decide(&self, index: usize, push_state: &mut dyn FnMut(Self)) {
         for commit in [false, true] {
-            let mut next = *self;
-            next.put(index, |dir| {
+            let mut next_state = *self;
+            next_state.put(index, |dir| {
                 dir.decision.get_or_insert(commit);
             });
-            next.enter(index, Phase::Ending(None));
-            add(next);
+            next_state.enter(index, Phase::Ending(None));
+            push_state(next_state);
         }
     }
 
-    /// Returns the phase that follows if a host lists its directory as `dir`. [`next`], the function that is checked,
-    /// chooses the call. Returns `None` if the host has no more work for the ballot.
+    /// Returns the phase that follows if a host lists its directory as `dir`. The product's function [`next`], which
+    /// this model checks, chooses the call. Returns `None` if the host has no more work for the ballot.
     fn choose_call(&self, index: usize, dir: Dir) -> Option<Phase> {
-        let locked_by_me = self.locks_whole(index).then_some(index as u8);
-        let pending = match next(&dir.view(locked_by_me), &(index as u8), &Shadow) {
+        let whole_locked_by = self.locks_whole(index).then_some(index as u8);
+        let pending = match next(&dir.view(whole_locked_by), &(index as u8), &UndoProtocol) {
             Action::Stop => Pending::Stop,
             Action::Claim(_) => Pending::Claim,
             Action::Work(_) => Pending::Work,
@@ -363,42 +387,38 @@ impl State {
         Some(Phase::Ending(Some(pending)))
     }
 
-    /// Adds the state after a host has made the call that it chose from its last listing. Other hosts may have acted
-    /// since that listing, so the call may come too late.
-    fn make_call(&self, index: usize, pending: Pending, add: &mut dyn FnMut(Self)) {
+    /// Passes the state to `push_state` after a host has made the call that it chose from its last listing. Other hosts
+    /// may have acted since that listing, so the call may come too late.
+    fn make_call(&self, index: usize, pending: Pending, push_state: &mut dyn FnMut(Self)) {
         let host = index as u8;
-        let mut next = *self;
-        let mut phase = Phase::Ending(None);
+        let mut next_state = *self;
+        // `None`: the host has no more work for the ballot.
+        let mut next_phase = Some(Phase::Ending(None));
         match pending {
-            Pending::Stop => next.put(index, |dir| dir.stopped |= 1 << host),
+            Pending::Stop => next_state.put(index, |dir| dir.stopped |= 1 << host),
             // The claim of another host, if there is one, remains: a claim is put once.
-            Pending::Claim => next.put(index, |dir| {
+            Pending::Claim => next_state.put(index, |dir| {
                 dir.claimed.get_or_insert(host);
             }),
-            Pending::Work => phase = Phase::Working,
-            Pending::Leave => next.put(index, |dir| dir.left |= 1 << host),
+            Pending::Work => next_phase = Some(Phase::Working),
+            Pending::Leave => next_state.put(index, |dir| dir.left |= 1 << host),
             Pending::ClaimRemoval => {
-                if !next.lock(index, WHOLE_CLAIM) {
+                if !next_state.lock(index, WHOLE_CLAIM) {
                     // Another host removes the directory.
-                    next.forget_ballot(index);
-                    return add(next);
+                    next_phase = None;
                 }
             }
-            Pending::Retire => match next.dir(index) {
-                Some(_) => phase = Phase::Ending(Some(Pending::Rename)),
-                None => {
-                    next.forget_ballot(index);
-                    return add(next);
-                }
-            },
+            Pending::Retire => {
+                let has_name = next_state.dir(index).is_some();
+                next_phase = has_name.then_some(Phase::Ending(Some(Pending::Rename)));
+            }
             Pending::Rename => {
-                let dir = next.dir(index).expect("another ballot is removed");
+                let dir = next_state.dir(index).expect("another ballot is removed");
                 assert_eq!(dir.took_part & !dir.left, 0, "removed before all had left");
                 let is_finished = dir.decision == Some(true) || dir.is_done;
                 assert!(is_finished, "removed before all was done");
-                next.history.change(index, None);
-                next.forget_ballot(index);
-                return add(next);
+                next_state.history.change(index, None);
+                next_phase = None;
             }
             Pending::RemoveEmpty => {
                 let is_empty = |dir: Dir| {
@@ -409,43 +429,47 @@ impl State {
                     }
                 };
                 // The removal is by name, so it may remove a later directory.
-                if next.history.current().is_some_and(is_empty) {
-                    next.history.change(index, None);
+                if next_state.history.current().is_some_and(is_empty) {
+                    next_state.history.change(index, None);
                 }
-                next.forget_ballot(index);
-                return add(next);
+                next_phase = None;
             }
         }
-        next.enter(index, phase);
-        add(next);
+        next_state.enter_or_forget(index, next_phase);
+        push_state(next_state);
     }
 
-    /// Adds the states after a crashed host has come back and listed the directory of its ballot, a decision of several
-    /// hosts. `has_begun` says whether its transaction had begun.
+    /// Passes the states to `push_state` after a crashed host has come back and listed the directory of its ballot, a
+    /// decision of several hosts. `has_begun` says whether its transaction had begun.
     ///
-    /// A host whose transaction had begun aborts it, because nothing is prepared in this model. A host that had changed
-    /// nothing withdraws before a decision, and leaves after one.
-    fn recover(&self, index: usize, has_begun: bool, add: &mut dyn FnMut(Self)) {
+    /// A host whose transaction had begun then decides to abort, unless there is a decision. (The model has no prepared
+    /// transactions, which could still commit.) A host that had changed nothing withdraws before a decision, and leaves
+    /// after one.
+    fn recover(&self, index: usize, has_begun: bool, push_state: &mut dyn FnMut(Self)) {
         let takes_part = |dir: Dir| dir.joined & !dir.left & (1 << index) != 0;
         let mut next_states = Vec::new();
-        self.list_and_choose(index, &mut |next| next_states.push(next), &|_, dir| {
-            if has_begun || !takes_part(dir) {
-                return Some(Phase::Ending(None));
-            }
-            Some(match dir.decision {
-                None => Phase::Withdrawing,
-                Some(_) => Phase::LeavingUnchanged { has_stopped: false },
-            })
-        });
-        for mut next in next_states {
-            let is_ending = next.hosts[index].phase == Phase::Ending(None);
-            if has_begun && is_ending && next.dir(index).is_some_and(takes_part) {
+        self.list_and_choose(
+            index,
+            &mut |next_state| next_states.push(next_state),
+            &|_, dir| {
+                if has_begun || !takes_part(dir) {
+                    return Some(Phase::Ending(None));
+                }
+                Some(match dir.decision {
+                    None => Phase::Withdrawing,
+                    Some(_) => Phase::LeavingUnchanged { has_stopped: false },
+                })
+            },
+        );
+        for mut next_state in next_states {
+            let is_ending = next_state.hosts[index].phase == Phase::Ending(None);
+            if has_begun && is_ending && next_state.dir(index).is_some_and(takes_part) {
                 // The transaction was not prepared, so it is aborted.
-                next.put(index, |dir| {
+                next_state.put(index, |dir| {
                     dir.decision.get_or_insert(false);
                 });
             }
-            add(next);
+            push_state(next_state);
         }
     }
 }
@@ -474,16 +498,25 @@ impl Model for State {
         Self::empty()
     }
 
-    fn steps(&self) -> Vec<(Self, bool)> {
+    fn steps(&self) -> Vec<NextState<Self>> {
         let mut steps = Vec::new();
         for index in 0..HOSTS {
-            self.step_host(index, &mut |next| steps.push((next, false)));
-            self.crash(index, &mut |next| steps.push((next, true)));
+            self.step_host(index, &mut |next_state| {
+                steps.push(NextState {
+                    state: next_state,
+                    is_crash: false,
+                })
+            });
+            self.crash(index, &mut |next_state| {
+                steps.push(NextState {
+                    state: next_state,
+                    is_crash: true,
+                })
+            });
         }
         steps
     }
 
-    // After an abort, one host undoes the changes alone, once, and when no host changes anything any more.
     /// Panics if this state breaks a promise of the ballot: one host at a time undoes the changes, only after an abort,
     /// and no host still makes changes then.
     fn check(&self) {
@@ -520,7 +553,7 @@ impl Model for State {
     fn is_over(&self) -> bool {
         let is_idle = |host: &Host<Phase>| matches!(host.phase, Phase::Idle | Phase::Gone);
         let is_gone = self.history.current().is_none();
-        self.made == BALLOTS_MAX && is_gone && self.hosts.iter().all(is_idle)
+        self.ballots_created == BALLOTS_MAX && is_gone && self.hosts.iter().all(is_idle)
     }
 
     fn reordered(&self, order: [u8; HOSTS]) -> Self {

@@ -4,14 +4,15 @@
 //! A *ballot* is one decision of several hosts, taken by creating files in a shared directory. Here the decision is
 //! that all writers are gone. The *units* of work, which one host does each, are a cut, the parts, and the end.
 //!
-//! A host that crashed comes back without any memory, and withdraws what it had put. Other hosts see it as dead from
-//! its crash until then. The second ballot is made, written to and never flattened; it shows whether late calls for the
-//! first one do harm.
+//! A host that crashed comes back without any memory, and removes the file by which it took part. Other hosts see it as
+//! dead from its crash until then. The second ballot is created and written to, but never flattened. It shows whether
+//! calls for the first ballot that come too late change the second one.
 
 use super::*;
 
 /// Largest number of changes of other hosts that a listing may miss.
-const LAG_MAX: usize = 1;
+const MISSED_CHANGES_MAX: usize = 1;
+/// Largest number of crashes in one sequence of steps. It bounds the number of states.
 const CRASHES_MAX: u8 = 1;
 /// Units of work that several hosts may do at the same time.
 const PARTS: [&str; 2] = ["0", "1"];
@@ -23,7 +24,8 @@ const END: &str = "all";
 const CLAIMS: usize = PARTS.len() + 1;
 const WHOLE_CLAIM: usize = PARTS.len();
 
-/// Number of units of work: the cut, the parts, the end. They are numbered in this order.
+/// Number of units of work: the cut, the parts, the end. The model numbers them in this order, because a state stores a
+/// unit as a number; the product's functions know a unit by its name.
 const UNITS: usize = PARTS.len() + 2;
 const CUT_UNIT: u8 = 0;
 const END_UNIT: u8 = UNITS as u8 - 1;
@@ -50,7 +52,7 @@ impl Protocol for Flattening {
 }
 
 /// Returns the name of a unit of work.
-fn name_of(unit: u8) -> &'static str {
+fn unit_name(unit: u8) -> &'static str {
     match unit {
         CUT_UNIT => CUT,
         END_UNIT => END,
@@ -59,13 +61,13 @@ fn name_of(unit: u8) -> &'static str {
 }
 
 /// Returns the number of a unit of work.
-fn number_of(unit: &Unit) -> u8 {
-    let is_named = |number: &u8| name_of(*number) == unit.name();
+fn unit_number(unit: &Unit) -> u8 {
+    let is_named = |number: &u8| unit_name(*number) == unit.name();
     (0..UNITS as u8).find(is_named).expect("a unit of the plan")
 }
 
 /// Returns the claim that a host must lock before it does a unit.
-fn claim_of(unit: u8) -> usize {
+fn claim_index(unit: u8) -> usize {
     match unit {
         CUT_UNIT | END_UNIT => WHOLE_CLAIM,
         part => usize::from(part) - 1,
@@ -73,7 +75,7 @@ fn claim_of(unit: u8) -> usize {
 }
 
 /// Returns the name of a claim.
-fn name_of_claim(claim: usize) -> String {
+fn claim_name(claim: usize) -> String {
     match claim {
         WHOLE_CLAIM => WHOLE.to_owned(),
         part => Unit::Part(PARTS[part].to_owned()).claim(),
@@ -138,210 +140,218 @@ enum Phase {
     Closing,
     PuttingClosing,
     Deciding,
-    /// The host has seen a decision. `busy` has a bit for each claim that another host had locked when this host tried
-    /// to.
+    /// The host has seen a decision. It makes the call `pending`, or lists the directory if that is `None`.
+    /// `locked_elsewhere` has a bit for each claim that another host had locked when this host tried to lock it.
     Ending {
-        busy: u8,
+        locked_elsewhere: u8,
         pending: Option<Pending>,
     },
     Working {
-        busy: u8,
+        locked_elsewhere: u8,
         unit: u8,
     },
     Crashed,
 }
 
-type State = World<Dir, Phase, CLAIMS, { LAG_MAX + 1 }>;
+type State = ModelState<Dir, Phase, CLAIMS, { MISSED_CHANGES_MAX + 1 }>;
 
 impl State {
-    /// Frees a host's locks and locks this claim. Returns false if another host has locked it.
-    fn lock_instead(&mut self, host: usize, claim: usize) -> bool {
+    /// Frees all locks of a host, and then locks this claim for it. Returns false if another host has locked the claim.
+    fn switch_lock_to(&mut self, host: usize, claim: usize) -> bool {
         self.unlock(host);
         self.lock(host, claim)
     }
 
-    /// Returns the directory of a ballot, a decision of several hosts, as one host sees it. A claim gives a unit of
-    /// work to one host, and is a lock here. `busy` has a bit for each claim that the host found locked by another
-    /// process.
-    fn view(&self, host: usize, dir: Dir, busy: u8) -> View<u8, ()> {
+    /// Returns what a host sees of the ballot, a decision of several hosts, if it lists the directory as `dir`.
+    /// `locked_elsewhere` has a bit for each claim (the lock on a unit of work) that the host found locked by another
+    /// host.
+    fn view(&self, host: usize, dir: Dir, locked_elsewhere: u8) -> View<u8, ()> {
         let number = usize::from(self.hosts[host].number);
         let mut claimed = BTreeMap::new();
         for claim in 0..CLAIMS {
             if self.locks[number - 1][claim] == Some(host as u8) {
-                claimed.insert(name_of_claim(claim), Claimant::Host(host as u8));
-            } else if busy & (1 << claim) != 0 {
-                claimed.insert(name_of_claim(claim), Claimant::Unknown);
+                claimed.insert(claim_name(claim), Claimant::Host(host as u8));
+            } else if locked_elsewhere & (1 << claim) != 0 {
+                claimed.insert(claim_name(claim), Claimant::Unknown);
             }
         }
         let done_units = (0..UNITS as u8).filter(|unit| dir.is_done(*unit));
         View {
-            joined: set(dir.joined),
+            joined: hosts_in(dir.joined),
             is_closing: dir.is_closing,
             decision: dir.is_decided.then_some(()),
             stopped: BTreeSet::new(),
             claimed,
-            done: done_units.map(|unit| name_of(unit).to_owned()).collect(),
+            done: done_units.map(|unit| unit_name(unit).to_owned()).collect(),
             left: BTreeSet::new(),
         }
     }
 
-    /// Adds the state after a crash of a host, while crashes are left.
-    fn crash(&self, host: usize, add: &mut dyn FnMut(Self)) {
+    /// Passes the state after a crash of a host to `push_state`. Does nothing if the host is idle or has crashed, or
+    /// after [`CRASHES_MAX`] crashes.
+    fn crash(&self, host: usize, push_state: &mut dyn FnMut(Self)) {
         let is_active = !matches!(self.hosts[host].phase, Phase::Idle | Phase::Crashed);
         if is_active && self.crashes < CRASHES_MAX {
-            let mut next = *self;
-            next.crashes += 1;
-            next.unlock(host);
-            next.enter(host, Phase::Crashed);
-            add(next);
+            let mut next_state = *self;
+            next_state.crashes += 1;
+            next_state.unlock(host);
+            next_state.enter(host, Phase::Crashed);
+            push_state(next_state);
         }
     }
 
-    /// Adds the states to which a host's next call or listing leads.
-    fn step_host(&self, host: usize, add: &mut dyn FnMut(Self)) {
-        let mut next = *self;
+    /// Passes each state to `push_state` to which a host's next call or listing leads.
+    fn step_host(&self, host: usize, push_state: &mut dyn FnMut(Self)) {
+        let mut next_state = *self;
         match self.hosts[host].phase {
-            Phase::Idle => return self.begin(host, add),
-            Phase::Joining(step) => return self.join(host, step, add),
+            Phase::Idle => return self.begin(host, push_state),
+            Phase::Joining(step) => return self.join(host, step, push_state),
             Phase::Joined => {
-                return self.list_and_choose(host, add, &|next, dir| {
-                    let view = next.view(host, dir, 0);
-                    let is_open = view.is_open() && next.dir(host).is_some();
+                return self.list_and_choose(host, push_state, &|next_state, dir| {
+                    let view = next_state.view(host, dir, 0);
+                    let is_open = view.is_open() && next_state.dir(host).is_some();
                     Some(Phase::Joining(next_join(is_open, true)))
                 });
             }
-            Phase::Writing => next.enter(host, Phase::Withdrawing),
+            Phase::Writing => next_state.enter(host, Phase::Withdrawing),
             Phase::Withdrawing => {
-                next.put(host, |dir| dir.joined &= !(1 << host));
+                next_state.put(host, |dir| dir.joined &= !(1 << host));
                 if self.hosts[host].number < BALLOTS_MAX {
-                    next.enter(host, Phase::Closing);
+                    next_state.enter(host, Phase::Closing);
                 } else {
-                    next.forget_ballot(host);
+                    next_state.forget_ballot(host);
                 }
             }
             Phase::Closing => {
-                return self
-                    .list_and_choose(host, add, &|next, dir| next.choose_closing_step(host, dir));
+                return self.list_and_choose(host, push_state, &|next_state, dir| {
+                    next_state.choose_closing_step(host, dir)
+                });
             }
             Phase::PuttingClosing => {
-                next.put(host, |dir| dir.is_closing = true);
-                next.enter(host, Phase::Closing);
+                next_state.put(host, |dir| dir.is_closing = true);
+                next_state.enter(host, Phase::Closing);
             }
             Phase::Deciding => {
-                next.put(host, |dir| dir.is_decided = true);
-                next.enter(host, Phase::Closing);
+                next_state.put(host, |dir| dir.is_decided = true);
+                next_state.enter(host, Phase::Closing);
             }
             Phase::Ending {
-                busy,
+                locked_elsewhere,
                 pending: None,
             } => {
-                return self
-                    .list_and_choose(host, add, &|next, dir| next.choose_call(host, dir, busy));
+                return self.list_and_choose(host, push_state, &|next_state, dir| {
+                    next_state.choose_call(host, dir, locked_elsewhere)
+                });
             }
             Phase::Ending {
-                busy,
+                locked_elsewhere,
                 pending: Some(pending),
-            } => next.make_call(host, busy, pending),
-            Phase::Working { busy, unit } => {
-                next.put(host, |dir| dir.done |= 1 << unit);
-                next.unlock(host);
-                next.enter(host, ending(busy));
+            } => next_state.make_call(host, locked_elsewhere, pending),
+            Phase::Working {
+                locked_elsewhere,
+                unit,
+            } => {
+                next_state.put(host, |dir| dir.done |= 1 << unit);
+                next_state.unlock(host);
+                next_state.enter(host, ending(locked_elsewhere));
             }
             // The host comes back and withdraws what it had put.
             Phase::Crashed => {
-                next.put(host, |dir| dir.joined &= !(1 << host));
-                next.forget_ballot(host);
+                next_state.put(host, |dir| dir.joined &= !(1 << host));
+                next_state.forget_ballot(host);
             }
         }
-        add(next);
+        push_state(next_state);
     }
 
-    /// Adds the states after a host has begun to write to a file. If the ballot's directory exists, also adds the state
-    /// after the host has begun to flatten the file: to copy its logs into the plain file.
+    /// Passes the states to `push_state` that follow for an idle host: it begins to write to a file, or to flatten the
+    /// file (to copy its logs into the plain file). A host flattens only if the ballot's directory exists; a writer
+    /// creates the directory if there is none.
     ///
-    /// A writer makes the directory if there is none. Adds no state at the last ballot, or when no more may be made.
-    fn begin(&self, host: usize, add: &mut dyn FnMut(Self)) {
-        let mut next = *self;
+    /// Does nothing if the last ballot of the model exists, or if all ballots were created already.
+    fn begin(&self, host: usize, push_state: &mut dyn FnMut(Self)) {
+        let mut next_state = *self;
         match self.history.current() {
             Some(dir) if dir.number == BALLOTS_MAX => return,
             Some(dir) => {
-                next.hosts[host].number = dir.number;
-                let mut flattening = next;
+                next_state.hosts[host].number = dir.number;
+                let mut flattening = next_state;
                 flattening.enter(host, Phase::Closing);
-                add(flattening);
+                push_state(flattening);
             }
-            None if self.made < BALLOTS_MAX => {
-                next.made += 1;
+            None if self.ballots_created < BALLOTS_MAX => {
+                next_state.ballots_created += 1;
                 let dir = Dir {
-                    number: next.made,
+                    number: next_state.ballots_created,
                     ..Dir::default()
                 };
-                next.history.change(host, Some(dir));
-                next.hosts[host].number = next.made;
+                next_state.history.change(host, Some(dir));
+                next_state.hosts[host].number = next_state.ballots_created;
             }
             None => return,
         }
-        let (is_open, has_put) = (true, false);
-        next.enter(host, Phase::Joining(next_join(is_open, has_put)));
-        add(next);
+        let (is_open, has_created_file) = (true, false);
+        next_state.enter(host, Phase::Joining(next_join(is_open, has_created_file)));
+        push_state(next_state);
     }
 
-    /// Adds the state after a host has taken a step to join.
-    fn join(&self, host: usize, step: JoinStep, add: &mut dyn FnMut(Self)) {
-        let mut next = *self;
+    /// Passes the state to `push_state` after a host has taken `step` to join.
+    fn join(&self, host: usize, step: JoinStep, push_state: &mut dyn FnMut(Self)) {
+        let mut next_state = *self;
         match step {
             JoinStep::Put => {
-                next.put(host, |dir| dir.joined |= 1 << host);
-                next.enter(host, Phase::Joined);
+                next_state.put(host, |dir| dir.joined |= 1 << host);
+                next_state.enter(host, Phase::Joined);
             }
-            JoinStep::Joined => next.enter(host, Phase::Writing),
-            JoinStep::Withdraw | JoinStep::Refused => next.enter(host, Phase::Withdrawing),
+            JoinStep::Joined => next_state.enter(host, Phase::Writing),
+            JoinStep::Withdraw | JoinStep::Refused => next_state.enter(host, Phase::Withdrawing),
         }
-        add(next);
+        push_state(next_state);
     }
 
-    /// Adds the states after a host has listed its directory, one for each state that the listing may return.
+    /// Passes the states to `push_state` after a host has listed its directory, one for each state that the listing may
+    /// return.
     ///
     /// `choose` returns the phase that follows from the listed directory, or `None` if the host has no more work for
     /// the ballot.
     fn list_and_choose(
         &self,
         host: usize,
-        add: &mut dyn FnMut(Self),
+        push_state: &mut dyn FnMut(Self),
         choose: &dyn Fn(&Self, Dir) -> Option<Phase>,
     ) {
         let number = self.hosts[host].number;
-        for lag in 0..=self.history.lag_of(host) {
-            let mut next = *self;
-            let listed_dir = next.history.list(host, lag);
+        for missed in 0..=self.history.missable_changes(host) {
+            let mut next_state = *self;
+            let listed_dir = next_state.history.list(host, missed);
             let dir = match listed_dir.filter(|dir| dir.number == number) {
                 Some(dir) => dir,
-                // This listing is from before the directory was made, so it says nothing.
-                None if lag > 0 => continue,
+                // An outdated listing from before the directory was created tells the host nothing, so it is skipped.
+                None if missed > 0 => continue,
                 // A directory that is being removed may be listed as empty.
                 None => Dir {
                     number,
                     ..Dir::default()
                 },
             };
-            match choose(&next, dir) {
-                Some(phase) => next.enter(host, phase),
-                None => next.forget_ballot(host),
+            match choose(&next_state, dir) {
+                Some(phase) => next_state.enter(host, phase),
+                None => next_state.forget_ballot(host),
             }
-            add(next);
+            push_state(next_state);
         }
     }
 
     /// Returns the phase that follows if a host that wants a decision lists its directory as `dir`. Returns `None` if
     /// it must wait, or if the directory no longer has its name.
     fn choose_closing_step(&self, host: usize, dir: Dir) -> Option<Phase> {
-        // A put into a directory without its name would have no effect.
+        // A put would have no effect if the directory no longer had its name.
         self.dir(host)?;
         let is_living = |other: &u8| {
             let is_dead = self.hosts[usize::from(*other)].phase == Phase::Crashed;
             usize::from(*other) != host && !is_dead
         };
-        let living = set(dir.joined).into_iter().filter(is_living).collect();
+        let living = hosts_in(dir.joined).into_iter().filter(is_living).collect();
         match next_decision(&self.view(host, dir, 0), living) {
             DecisionStep::Close => Some(Phase::PuttingClosing),
             DecisionStep::Decide => Some(Phase::Deciding),
@@ -350,45 +360,59 @@ impl State {
         }
     }
 
-    /// Returns the phase that follows if a host lists the decided directory of a ballot as `dir`. `busy` has a bit for
-    /// each claim that the host found locked. Returns `None` if it must wait, or if the directory no longer has its
-    /// name.
-    fn choose_call(&self, host: usize, dir: Dir, busy: u8) -> Option<Phase> {
-        let action = next(&self.view(host, dir, busy), &(host as u8), &Flattening);
+    /// Returns the phase that follows if a host lists the directory of a decided ballot as `dir`. Returns `None` if the
+    /// host must wait, or if the directory no longer has its name.
+    ///
+    /// `locked_elsewhere` has a bit for each claim that the host found locked by another host.
+    fn choose_call(&self, host: usize, dir: Dir, locked_elsewhere: u8) -> Option<Phase> {
+        let action = next(
+            &self.view(host, dir, locked_elsewhere),
+            &(host as u8),
+            &Flattening,
+        );
         // The host asks after the listing whether the directory still has its name.
         self.dir(host)?;
         let pending = match action {
-            Action::Claim(unit) => Pending::Claim(number_of(&unit)),
-            Action::Work(unit) => Pending::Work(number_of(&unit)),
+            Action::Claim(unit) => Pending::Claim(unit_number(&unit)),
+            Action::Work(unit) => Pending::Work(unit_number(&unit)),
             Action::ClaimRemoval => Pending::ClaimRemoval,
             Action::Retire => Pending::Retire,
             // The host begins again later.
             Action::Wait(_) => return None,
+            // Only hosts of a `Kept` ballot stop and leave.
             Action::Stop | Action::Leave => panic!("no host waits for dead hosts"),
         };
         Some(Phase::Ending {
-            busy,
+            locked_elsewhere,
             pending: Some(pending),
         })
     }
 
-    /// Makes the call that a host chose from its last listing, and sets its next phase. `busy` has a bit for each
-    /// claim, the lock on a unit of work, that the host found locked.
-    fn make_call(&mut self, host: usize, busy: u8, pending: Pending) {
+    /// Makes the call that a host chose from its last listing, and sets its next phase.
+    ///
+    /// `locked_elsewhere` has a bit for each claim (the lock on a unit of work) that the host found locked by another
+    /// host.
+    fn make_call(&mut self, host: usize, locked_elsewhere: u8, pending: Pending) {
         match pending {
             Pending::Claim(unit) => {
-                let claim = claim_of(unit);
-                let busy = if self.lock_instead(host, claim) {
-                    busy
+                let claim = claim_index(unit);
+                let locked_elsewhere = if self.switch_lock_to(host, claim) {
+                    locked_elsewhere
                 } else {
-                    busy | 1 << claim
+                    locked_elsewhere | 1 << claim
                 };
-                self.enter(host, ending(busy));
+                self.enter(host, ending(locked_elsewhere));
             }
-            Pending::Work(unit) => self.enter(host, Phase::Working { busy, unit }),
+            Pending::Work(unit) => self.enter(
+                host,
+                Phase::Working {
+                    locked_elsewhere,
+                    unit,
+                },
+            ),
             Pending::ClaimRemoval => {
-                if self.lock_instead(host, WHOLE_CLAIM) {
-                    self.enter(host, ending(busy));
+                if self.switch_lock_to(host, WHOLE_CLAIM) {
+                    self.enter(host, ending(locked_elsewhere));
                 } else {
                     self.forget_ballot(host);
                 }
@@ -396,7 +420,13 @@ impl State {
             Pending::Retire => match self.dir(host) {
                 Some(_) => {
                     let pending = Some(Pending::Rename);
-                    self.enter(host, Phase::Ending { busy, pending });
+                    self.enter(
+                        host,
+                        Phase::Ending {
+                            locked_elsewhere,
+                            pending,
+                        },
+                    );
                 }
                 None => self.forget_ballot(host),
             },
@@ -411,9 +441,9 @@ impl State {
 }
 
 /// Returns the phase of a host that has seen a decision and must list the directory.
-fn ending(busy: u8) -> Phase {
+fn ending(locked_elsewhere: u8) -> Phase {
     Phase::Ending {
-        busy,
+        locked_elsewhere,
         pending: None,
     }
 }
@@ -436,18 +466,27 @@ impl Model for State {
         Self::empty()
     }
 
-    fn steps(&self) -> Vec<(Self, bool)> {
+    fn steps(&self) -> Vec<NextState<Self>> {
         let mut steps = Vec::new();
         for host in 0..HOSTS {
-            self.step_host(host, &mut |next| steps.push((next, false)));
-            self.crash(host, &mut |next| steps.push((next, true)));
+            self.step_host(host, &mut |next_state| {
+                steps.push(NextState {
+                    state: next_state,
+                    is_crash: false,
+                })
+            });
+            self.crash(host, &mut |next_state| {
+                steps.push(NextState {
+                    state: next_state,
+                    is_crash: true,
+                })
+            });
         }
         steps
     }
 
-    // No unit of work begins twice, too early or beside one that excludes it, and no directory in use is removed.
     /// Panics if this state breaks a promise of the ballot: no host writes to a file after the copy of its logs has
-    /// begun, and no two hosts do the same unit of that work.
+    /// begun, no two hosts do the same unit of that work, and no unit begins too early or beside one that excludes it.
     fn check(&self) {
         let mut units_at_work = Vec::new();
         for host in 0..HOSTS {
@@ -469,7 +508,7 @@ impl Model for State {
                 _ => {}
             }
         }
-        let is_whole = |unit: &u8| claim_of(*unit) == WHOLE_CLAIM;
+        let is_whole = |unit: &u8| claim_index(*unit) == WHOLE_CLAIM;
         let is_alone = units_at_work.len() <= 1 || !units_at_work.iter().any(is_whole);
         assert!(is_alone, "a host works beside one that has the whole");
         units_at_work.sort_unstable();
