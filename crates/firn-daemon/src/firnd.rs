@@ -21,7 +21,7 @@ use rustix::process::{PidfdFlags, getppid, pidfd_open};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
-use crate::assembly::Assembled;
+use crate::assembly::StartedMount;
 use crate::attach::AttachedArena;
 use crate::backup;
 use crate::end::{self, SessionState, UnmountOutcome};
@@ -376,7 +376,7 @@ impl Mount {
             link: link.clone(),
             taken_over,
         };
-        let Assembled { parts, frontend } = setup.assemble()?;
+        let StartedMount { parts, frontend } = setup.assemble()?;
         Ok(Self {
             link,
             attached,

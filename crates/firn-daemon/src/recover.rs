@@ -23,7 +23,7 @@ use crate::error::{AttachError, RecoverError};
 use crate::event::Event;
 use crate::frontend::{Stubs, TreeEnd};
 use crate::host_lease::{
-    HostLease, open_backing, release_lease_of_last_boot, release_leases_of_arena,
+    HostLease, open_backing, release_lease_of_earlier_boot, release_leases_of_arena,
     was_backing_shared,
 };
 use crate::host_name::host_name;
@@ -249,7 +249,7 @@ fn report_last_boot(
     arena: &Path,
 ) -> Result<RecoverReport, RecoverError> {
     let gone_bytes = match host_name(options) {
-        Ok(host) => release_lease_of_last_boot(backing, &host, arena)?,
+        Ok(host) => release_lease_of_earlier_boot(backing, &host, arena)?,
         // A host with an invalid name has shared nothing, so it has no lease.
         Err(_) => None,
     };
