@@ -220,7 +220,7 @@ fn start_rule_threads(rules: &Arc<CommitRules>) -> Result<(), MountError> {
         .map_err(MountError::io("start the thread that watches writers"))?;
     if rules.has_other_hosts() {
         let host_rules = Arc::clone(rules);
-        spawn_thread("firn-rule-hosts", move || host_rules.watch_hosts()).map_err(
+        spawn_thread("firn-rule-hosts", move || host_rules.run_joint_commits()).map_err(
             MountError::io("start the thread that commits with other hosts"),
         )?;
     }
