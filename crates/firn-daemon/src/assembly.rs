@@ -15,7 +15,7 @@ use crate::attach::AttachedArena;
 use crate::commit_rules::{self, CommitRules};
 use crate::data_socket::DataSocket;
 use crate::error::MountError;
-use crate::file_locks::{self, MountWithLocks};
+use crate::file_locks::{self, FileLockParams};
 use crate::frontend::Frontend;
 use crate::gate::TransactionGate;
 use crate::host_name::shown_host_name;
@@ -69,7 +69,7 @@ impl MountSetup<'_> {
         let gate = self.make_gate();
         let takeover = self.prepare_takeover();
         parts.push(Arc::clone(&takeover) as Arc<dyn Part>);
-        let file_locks = file_locks::start(&MountWithLocks {
+        let file_locks = file_locks::start(&FileLockParams {
             backing: &self.checked.backing,
             engine: &self.attached.engine,
             options: self.options,

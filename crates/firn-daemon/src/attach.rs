@@ -174,7 +174,7 @@ impl AttachedArena {
     }
 
     /// Stops the parts of an arena that programs have not seen yet. `arena_end` says what happens to the arena.
-    pub(crate) fn stop_unseen(mut self, arena_end: ArenaEnd) {
+    pub(crate) fn stop_before_visible(mut self, arena_end: ArenaEnd) {
         let parts = std::mem::take(&mut self.parts);
         Parts::new(parts).stop(&mut StopContext::unseen(arena_end));
     }

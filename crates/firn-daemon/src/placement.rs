@@ -38,7 +38,7 @@ use rustix::fs::{Access, AtFlags, CWD, accessat};
 
 use crate::error::{AttachError, LaneFault};
 use crate::host_name::host_name;
-use crate::lane_rule::{LaneChoice, explain_rule, placement_rule};
+use crate::lane_rule::{LaneChoice, explain_lane_choice, placement_rule};
 use crate::preflight::CheckedPaths;
 use crate::steering;
 use crate::store::{Layers as _, PlaceableStore, Store};
@@ -477,7 +477,7 @@ pub(crate) fn explain_lane(store: &Store, path: &BytePath) -> Reply {
             lane: None,
             reason: "no lane of this mount takes new files".into(),
         },
-        Some(rule) => explain_rule(rule, relative),
+        Some(rule) => explain_lane_choice(rule, relative),
     };
     let existing_file = match find_object(lanes, path.as_bytes()) {
         Ok(inode) => Some(inode),

@@ -188,7 +188,7 @@ pub fn recover(
     let lost_reports = match lost::apply_policy(&attached.engine, &request.lost) {
         Ok(lost_reports) => lost_reports,
         Err(error) => {
-            attached.stop_unseen(arena_end);
+            attached.stop_before_visible(arena_end);
             return Err(error);
         }
     };
@@ -207,7 +207,7 @@ pub fn recover(
         };
         stubs.end(tree_end);
     }
-    attached.stop_unseen(arena_end);
+    attached.stop_before_visible(arena_end);
     if let Some(arena) = &report.arena
         && !arena.exists()
         && let Err(error) = release_leases_of_arena(&backing, arena)
@@ -234,7 +234,7 @@ fn recover_without_arena(
     options: &Options,
     arena: &Path,
 ) -> Result<RecoverReport, RecoverError> {
-    match logs::end_removals(backing, options) {
+    match logs::finish_removals_of_logged_files(backing, options) {
         // `Held` means that another host has the backing mounted; that mount finishes the removals.
         Ok(()) | Err(AttachError::Held { .. }) => report_last_boot(backing, options, arena),
         Err(error) => Err(error.into()),

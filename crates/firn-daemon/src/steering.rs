@@ -22,7 +22,7 @@ use rustix::fs::{Mode, OFlags, fstat, open};
 
 use crate::error::AttachError;
 use crate::host_name::host_name;
-use crate::lane_rule::{explain_rule, placement_rule};
+use crate::lane_rule::{explain_lane_choice, placement_rule};
 use crate::store::Store;
 
 /// Checks whether the backing's file system can be steered, as far as that is possible without creating anything.
@@ -138,7 +138,7 @@ pub(crate) fn explain_placement(
     path: &BytePath,
 ) -> Reply {
     let relative = Path::new(OsStr::from_bytes(path.as_bytes()));
-    let choice = explain_rule(steered.rule(), relative);
+    let choice = explain_lane_choice(steered.rule(), relative);
     let is_missing = matches!(find_object(store, path.as_bytes()), Err(Errno::NOENT));
     let location = match open_file_below(backing, relative) {
         Ok(file) => Some(steered.find_server(file.as_fd())),
