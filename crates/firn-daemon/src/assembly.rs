@@ -149,7 +149,7 @@ impl MountSetup<'_> {
         if let Some(locks) = &file_locks {
             parts.push(Arc::new(LocksOfFiles(Arc::clone(locks))));
         }
-        if engine.backing().logged().is_some() {
+        if engine.backing().log_layer().is_some() {
             parts.push(if options.read_only {
                 Arc::new(ReadLogs(Arc::clone(engine)))
             } else {

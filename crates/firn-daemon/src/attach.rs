@@ -150,7 +150,7 @@ impl AttachedArena {
             files: files.clone(),
             is_damaged,
         }));
-        if engine.backing().placed().is_some() {
+        if engine.backing().lane_layer().is_some() {
             parts.push(PlacedLanes::new(&engine, &workers));
         }
         parts.push(Arc::clone(&io_threads) as Arc<dyn Part>);
@@ -297,7 +297,7 @@ fn compare_with_other_hosts(
     lease: &mut HostLease,
     notice: &mut dyn FnMut(String),
 ) -> Result<Arc<dyn Part>, AttachError> {
-    let serves_logs = store.logged().is_some();
+    let serves_logs = store.log_layer().is_some();
     publish_mount_options(target, serves_logs, lease, notice)?;
     let comparison =
         PeerComparison::compare_before_mount(target.backing, target.options, serves_logs, notice)?;

@@ -57,7 +57,7 @@ use self::joint::{
 use crate::error::MountError;
 use crate::gate::TransactionGate;
 use crate::parts::InvalidateCache;
-use crate::process::find_process;
+use crate::process::process_of_thread;
 
 /// Maximum time that a close waits for a child's exec. A child that executes no other program keeps its descriptors.
 const EXEC_TIMEOUT: Duration = Duration::from_secs(1);
@@ -988,7 +988,7 @@ impl ChangeWatch for CommitRules {
         let Some(change) = self.resolve_paths(change) else {
             return Err(Errno::STALE);
         };
-        let process = find_process(caller.pid);
+        let process = process_of_thread(caller.pid);
         self.record_job(process);
         // Waits if the checkpoint (scope) of this change is being committed. The actions may begin its transaction.
         let EnteredOperation { actions, scope } = self.enter_operation(process, &change)?;
@@ -1083,7 +1083,7 @@ impl ChangeWatch for CommitRules {
             Closing::Exited => Ending::Exit,
             Closing::Killed => Ending::Failure,
         };
-        let process = find_process(caller.pid);
+        let process = process_of_thread(caller.pid);
         let mut table = self.table.lock();
         let is_writer = table.machine.is_writer(process);
         let Some(open_handle) = table.handles.get_mut(&handle.0) else {

@@ -295,9 +295,11 @@ fn drain_for_client(
                 attached.io_threads.replace_hung();
                 if force {
                     let backing_takes_data = progress_check.has_progress(bytes);
-                    if !backing_takes_data {
-                        backing_state = BackingState::GivenUp;
-                    }
+                    backing_state = if backing_takes_data {
+                        BackingState::Answers
+                    } else {
+                        BackingState::GivenUp
+                    };
                     return backing_takes_data;
                 }
                 !pending_events.read_events()
@@ -314,7 +316,7 @@ fn drain_error_reply(error: Errno, engine: &Engine<Store>) -> Reply {
     let message = format!(
         "{} cannot be drained: {}; they stay in memory{}: mend the backing and run `firn umount` again, or use --force to unmount and keep them in the arena",
         bytes(engine.held_bytes()),
-        process::explain(error),
+        process::describe_errno(error),
         describe_next_try(engine)
     );
     Reply::Error {

@@ -58,7 +58,7 @@ pub(crate) fn start(params: &FileLockParams<'_>) -> Result<Option<Arc<FileLocks>
         link,
         taken_over,
     } = params;
-    if engine.backing().logged().is_none() {
+    if engine.backing().log_layer().is_none() {
         return Ok(None);
     }
     if options.read_only {

@@ -293,7 +293,7 @@ impl Flattener {
         if self.requests.send(request).is_err() {
             return Err(Errno::SHUTDOWN);
         }
-        if let Some(logs) = self.engine.backing().logged() {
+        if let Some(logs) = self.engine.backing().log_layer() {
             logs.wake();
         }
         loop {
@@ -329,7 +329,7 @@ impl Settler {
         let flattens_logs_of_dead_hosts = matches!(flatten, Flatten::Behind | Flatten::Close);
         let (ended_sender, ended) = mpsc::channel::<()>();
         spawn_thread("firn-settle", move || {
-            if let Some(logs) = thread_engine.backing().logged() {
+            if let Some(logs) = thread_engine.backing().log_layer() {
                 settle_until_stopped(logs, flattens_logs_of_dead_hosts, &requests, &stop);
             }
             // Its end tells the stop that the thread has ended.
@@ -345,7 +345,7 @@ impl Settler {
     /// Stops the thread after its current file, and waits for its end.
     pub(crate) fn stop(self) {
         self.is_stopping.store(true, Ordering::Release);
-        if let Some(logs) = self.engine.backing().logged() {
+        if let Some(logs) = self.engine.backing().log_layer() {
             logs.wake();
         }
         let _ = self.ended.recv();
@@ -478,7 +478,7 @@ fn flatten_unmounted(
         None => Ok(()),
         Some(Ok(remaining)) => {
             let fails_on_missing_file = true;
-            FlattenError::check(&remaining, fails_on_missing_file)
+            FlattenError::check_remaining(&remaining, fails_on_missing_file)
         }
         Some(Err(Errno::NOENT)) => Err(FlattenError::NoSuchFile { path: path.into() }),
         Some(Err(errno)) => Err(FlattenError::Failed { files: 0, errno }),

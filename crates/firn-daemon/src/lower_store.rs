@@ -66,7 +66,7 @@ pub(crate) fn open_lower_store(
     };
     // Steering tells the file system of the backing on which server to put each new file.
     let SteeredBacking { directory, steered } = match target.purpose {
-        AttachPurpose::Mount => steering::open_steered(directory, options)?,
+        AttachPurpose::Mount => steering::add_steering(directory, options)?,
         AttachPurpose::Recovery => SteeredBacking {
             directory,
             steered: None,

@@ -14,20 +14,20 @@
 //!   arena's file, lanes of files, I/O threads                mount, `firn recover`
 //!   report for other hosts, traffic, record of the run       mount
 //!   locks of files, logs                                     mount, if the options ask for it
-//!   last drain (1)                                           mount
+//!   last drain, after the sockets                            mount
 //!   requests of the kernel, or names of the stub tree        mount
 //!   data socket, control socket                              mount
-//!   last drain (2)                                           mount
+//!   last drain, before the sockets                           mount
 //!   partner, transactions, other participants, backup        mount, if the options ask for it
 //!   allocation of the arena's memory                         mount, if the options ask for it
 //! ```
 //!
 //! The *arena* is shared memory with the bytes that are not in the backing yet; a *drain* copies them there. A *lane*
-//! is one I/O server, and a *token* is the lock that gives it one writing host. A *steered* backing is told on which
+//! is one I/O server, and a *token* is the lock that lets one host at a time write there. A *steered* backing is told on which
 //! server to put each new file.
 //!
-//! At the end, last drain (2) runs while the sockets still answer. Last drain (1) then drains what programs with direct
-//! access to the arena have written since.
+//! At the end, the drain before the sockets runs while they still answer. After the sockets have stopped, the other drain
+//! copies what programs with direct access to the arena have written since.
 //!
 //! Promises
 //! * Parts start from the first to the last and stop from the last to the first, so a part may rely on all parts before
@@ -192,8 +192,8 @@ pub(crate) struct StopContext {
 }
 
 impl StopContext {
-    /// Returns what the parts of a mount that programs have seen are told when they stop. The parts themselves set the
-    /// last three fields.
+    /// Returns the context that each part gets when the mount stops, for a mount that programs have seen. The parts
+    /// report in it: backing calls in progress, remaining bytes, and files that remain in logs.
     pub(crate) fn new(
         held_policy: HeldPolicy,
         arena_end: ArenaEnd,

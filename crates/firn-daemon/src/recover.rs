@@ -15,7 +15,7 @@ use firn_backing::Errno;
 use firn_config::Options;
 use firn_format::durability::DurabilityLevel;
 use firn_protocol::ErrorStatus;
-use firn_transact::{Expected, Members, Opening, TransactionalBacking};
+use firn_transact::{Expected, Members, Opening, RecoveryOutcome, TransactionalBacking};
 use serde::Serialize;
 
 use crate::attach::AttachedArena;
@@ -123,25 +123,38 @@ pub fn recover_host(backing: &Path, host: String) -> Result<HostReport, RecoverE
             ..HostReport::default()
         });
     }
-    // The host's files may lie in logs. Its transaction is then applied to the logs in its name.
-    let options = Options {
-        host: Some(members.host.clone()),
-        ..Options::default()
-    };
-    let lower_store = open_lower_store_unmounted(&backing, &options, &mut lease)?;
-    let opening = Opening {
-        members: Some(members),
-        ..Opening::default()
-    };
-    let (_, outcome) =
-        TransactionalBacking::open_with(lower_store, opening, |_| Ok::<_, AttachError>(()))
-            .map_err(AttachError::in_backing(&backing))?;
+    let outcome = finish_transactions(&backing, members, &mut lease)?;
     Ok(HostReport {
         finished: outcome.finished,
         undone: outcome.undone.len() as u64,
         waiting: outcome.waiting.into_iter().map(|(id, _)| id).collect(),
         held_bytes: dead_host.held_bytes,
     })
+}
+
+/// Finishes or undoes the transactions of a dead host, in its name, and returns the outcome. The caller has taken the
+/// host's lease.
+fn finish_transactions(
+    backing: &Path,
+    members: Members,
+    lease: &mut HostLease,
+) -> Result<RecoveryOutcome, AttachError> {
+    // The host's files may lie in logs. Its transaction is then applied to the logs in its name.
+    let options = Options {
+        host: Some(members.host.clone()),
+        ..Options::default()
+    };
+    let lower_store = open_lower_store_unmounted(backing, &options, lease)?;
+    let opening = Opening {
+        members: Some(members),
+        ..Opening::default()
+    };
+    // The opening does the work, so the opened store is dropped. The dead host's memory is gone, so there is no data of
+    // undone transactions to drop.
+    let drop_data = |_: &[Vec<u8>]| Ok::<_, AttachError>(());
+    let (_, outcome) = TransactionalBacking::open_with(lower_store, opening, drop_data)
+        .map_err(AttachError::in_backing(backing))?;
+    Ok(outcome)
 }
 
 /// Drains the arena of a backing until all of it is durable, then removes the arena. Returns what was done and what is
@@ -192,7 +205,7 @@ pub fn recover(
             return Err(error);
         }
     };
-    if let Some(logs) = attached.engine.backing().logged()
+    if let Some(logs) = attached.engine.backing().log_layer()
         && is_durable
     {
         logs::settle_at_unmount(logs, request.options.flatten);
@@ -335,7 +348,7 @@ fn describe_drain(
         && error != Errno::CANCELED
         && errors.is_empty()
     {
-        let explained = process::explain(error);
+        let explained = process::describe_errno(error);
         errors.push(ErrorStatus {
             errno: error.raw_os_error(),
             message: format!("the backing did not accept all data: {explained}"),

@@ -42,9 +42,9 @@ pub(crate) struct SteeredBacking {
     pub(crate) steered: Option<Arc<SteeredPlacement>>,
 }
 
-/// Opens a backing; if the options say so, its file system is told on which server to put each new file (steering). A
-/// read-only mount steers nothing.
-pub(crate) fn open_steered(
+/// Adds steering to an opened backing, if the options say so: its file system is told on which server to put each new
+/// file. A read-only mount steers nothing.
+pub(crate) fn add_steering(
     directory: DirBacking,
     options: &Options,
 ) -> Result<SteeredBacking, AttachError> {
@@ -57,6 +57,7 @@ pub(crate) fn open_steered(
     let host = host_name(options)?;
     let driver = match open_driver(options).map_err(|why| steering_error(options, why))? {
         Some(driver) => driver,
+        // MooseFS puts a new file on the server of its directory, so new files are made in a staging directory.
         None => Box::new(open_staging(&directory, options, &host)?),
     };
     let steered = SteeredPlacement::new(

@@ -1,6 +1,5 @@
-//! The work for each frontend (the way in which programs use a mount) from the start of the mount to its end. For FUSE
-//! these are figures of the kernel's requests. For a stub tree, a mount of empty files on tmpfs, its names are created
-//! in the backing.
+//! The parts of the two frontends, the ways in which programs use a mount. [`FuseRequests`] shows figures of the kernel's
+//! requests in the status. The part of a stub tree, a mount of empty files on tmpfs, creates its names in the backing.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -29,7 +29,7 @@ impl HostReports {
 fn make_report(identity: &MountIdentity, status: &Status) -> HostReport {
     let report = HostReport::from_status(status, rustix::process::geteuid().as_raw());
     // Other hosts cannot flatten a logged file while this host writes to it.
-    if identity.engine.backing().logged().is_none() {
+    if identity.engine.backing().log_layer().is_none() {
         return report;
     }
     let (names, count) = identity.engine.files_being_written(NAMES_MAX);

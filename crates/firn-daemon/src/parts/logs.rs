@@ -23,7 +23,7 @@ use crate::store::{Layers as _, Store};
 
 /// Puts the number and size of logged files into the status.
 fn fill_logged_figures(engine: &Engine<Store>, status: &mut Status) {
-    let logs = engine.backing().logged();
+    let logs = engine.backing().log_layer();
     let logged = logs.map_or_else(LoggedTotals::default, |logs| logs.count_logged());
     status.logged_files = logged.files;
     status.logged_bytes = logged.own_bytes;
@@ -140,7 +140,7 @@ impl WrittenLogs {
             }
             Err(error) => return failure_reply(error, wait.path),
         };
-        match FlattenError::check(&remaining, wait.fails_on_missing_file) {
+        match FlattenError::check_remaining(&remaining, wait.fails_on_missing_file) {
             Ok(()) => Reply::Done,
             Err(error) => refusal_reply(&error),
         }
@@ -181,7 +181,7 @@ impl Part for WrittenLogs {
         let (remaining_sender, remaining_receiver) = mpsc::channel();
         stop.run_backing_work(move || {
             settler.stop();
-            let remaining = match engine.backing().logged() {
+            let remaining = match engine.backing().log_layer() {
                 Some(logs) if flattens_now => settle_at_unmount(logs, flatten),
                 _ => UnflattenedFiles::default(),
             };
@@ -218,7 +218,7 @@ impl Part for ReadLogs {
 
     fn answer(&self, client_request: &mut ClientRequest<'_>) -> Option<Reply> {
         let wait = FlattenWait::from_request(client_request.request)?;
-        let logs = self.0.backing().logged()?;
+        let logs = self.0.backing().log_layer()?;
         Some(wait.answer(client_request, |_| Self::refuse_logged(logs, wait.path)))
     }
 }

@@ -140,7 +140,7 @@ impl Mount<LoggableStore> for MountActions<'_> {
 
     fn take_accesses(&self, path: &[u8]) -> Vec<AccessedFile> {
         let used = self.gate.accesses().take(|found| is_below(found, path));
-        participants::by_process(used)
+        participants::merge_threads_of_process(used)
     }
 
     fn put_accesses_back(&self, used: Vec<AccessedFile>) {

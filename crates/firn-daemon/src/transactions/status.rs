@@ -23,19 +23,25 @@ pub(crate) fn transaction_statuses(
         .collect()
 }
 
-/// Returns the status of one transaction, from the `figures` of the layer of transactions, its owner, and the bytes in
-/// the arena (the host's memory). The field `bytes` has the bytes that were written and those in the arena only.
+/// Returns the status of one transaction, from the `figures` of the layer of transactions, its owner, and its pending
+/// bytes, which are in the arena (the host's memory) only. `bytes` is the sum of the pending bytes and of those that the
+/// layer has got.
 fn transaction_status(
     gate: &Arc<TransactionGate>,
     owners: &Owners,
     figures: TransactionFigures,
 ) -> TransactionStatus {
     let (stage, id) = match figures.stage {
+        // A transaction that ends at this moment is still shown as open.
         Stage::Open | Stage::Ended => (TransactionStage::Open, None),
         Stage::Prepared(id) => (TransactionStage::Prepared, Some(id)),
         Stage::Decided(id) => (TransactionStage::Decided, Some(id)),
     };
     let pending_bytes = gate.engine().held_bytes_below(&figures.path_now);
+    let voted_hosts = match figures.stage {
+        Stage::Prepared(id) => list_voted_hosts(gate, id, &figures.scope),
+        _ => Vec::new(),
+    };
     let states = figures
         .states
         .iter()
@@ -50,10 +56,7 @@ fn transaction_status(
         objects: figures.objects,
         states: states.collect(),
         recovered: figures.is_recovered,
-        here: match figures.stage {
-            Stage::Prepared(id) => list_voted_hosts(gate, id, &figures.scope),
-            _ => Vec::new(),
-        },
+        here: voted_hosts,
         // The commit rules set these fields later.
         rule: None,
         waits_for: None,
