@@ -1,5 +1,6 @@
-//! `firn recover --discard`: finds the arenas of this user, and removes one that a killed firnd has left, with the data in
-//! it, without using the backing. The arena is shared memory with the bytes that are not in the backing directory yet.
+//! `firn recover --discard`: finds the arenas of this user, and removes one that a killed firnd has left, with the data
+//! in it, without using the backing. The arena is shared memory with the bytes that are not in the backing directory
+//! yet.
 //!
 //! Promises
 //! * No call is made on the backing, which may be missing or may never answer.

@@ -159,9 +159,9 @@ pub(crate) fn end_after_signal(mount: &EndingMount<'_>) -> UnmountOutcome {
 /// Ends a mount because a client asks. `held` says what happens to data that only the arena (the host's memory) has.
 /// Returns how the mount ended; the error is the reply to the client when the mount stays.
 ///
-/// The steps are: prepare the parts, drain, refuse if programs use the mount, unmount, wait for the kernel. With `force`
-/// the mount ends in any case: after a timeout no more calls are made on a backing that does not answer, and programs
-/// lose the mount. Without `force`, obstacles, open files and a failed drain leave the mount as it was.
+/// The steps are: prepare the parts, drain, refuse if programs use the mount, unmount, wait for the kernel. With
+/// `force` the mount ends in any case: after a timeout no more calls are made on a backing that does not answer, and
+/// programs lose the mount. Without `force`, obstacles, open files and a failed drain leave the mount as it was.
 pub(crate) fn end_by_request(
     mount: &EndingMount<'_>,
     force: bool,
@@ -215,8 +215,8 @@ enum BackingState {
     GivenUp,
 }
 
-/// Prepares the parts of the mount (its features) for a forced unmount. With `must_drain` it also creates the names of a
-/// stub tree, a mount of empty files on tmpfs, in the backing. Errors are ignored, and the backing is given up if it
+/// Prepares the parts of the mount (its features) for a forced unmount. With `must_drain` it also creates the names of
+/// a stub tree, a mount of empty files on tmpfs, in the backing. Errors are ignored, and the backing is given up if it
 /// does not answer in time.
 fn prepare_forced_unmount(mount: &EndingMount<'_>, must_drain: bool) -> BackingState {
     let mut has_timed_out = forced_timeout();

@@ -45,8 +45,8 @@ pub(crate) struct FileLockParams<'a> {
     pub(crate) taken_over: Option<&'a TakenOverMount>,
 }
 
-/// Starts the file locks that exclude programs on other hosts too, and returns them. `None` if the mount keeps no logs of
-/// writes: the kernel then manages locks for this host. A read-only mount gets locks that are always refused.
+/// Starts the file locks that exclude programs on other hosts too, and returns them. `None` if the mount keeps no logs
+/// of writes: the kernel then manages locks for this host. A read-only mount gets locks that are always refused.
 ///
 /// A lock of a program is held as a lock of a *lock file*, a file in the backing's `.firn` that all hosts use. If this
 /// process continues the mount of a dead firnd, `taken_over` has the locks of its programs.

@@ -293,8 +293,8 @@ fn lock_mount(
     link: Option<&Arc<KeeperLink>>,
 ) -> Result<Locks, MountError> {
     let members = participants::members(options)?;
-    // The terms tell other hosts how this host mounts the backing. The log layer is opened later; it then publishes them
-    // again, with the logs.
+    // The terms tell other hosts how this host mounts the backing. The log layer is opened later; it then publishes
+    // them again, with the logs.
     let serves_logs = false;
     let terms = terms_from_options(options, serves_logs);
     let locks = Locks::acquire(

@@ -53,8 +53,8 @@ fn is_safe_with_local_locks(purpose: LeaseUse) -> bool {
     matches!(purpose, LeaseUse::Logs | LeaseUse::Lanes)
 }
 
-/// Returns the error of a mount whose use needs locks that exclude other hosts. A use for lanes has no error of its own,
-/// and gets that of tokens.
+/// Returns the error of a mount whose use needs locks that exclude other hosts. A use for lanes has no error of its
+/// own, and gets that of tokens.
 fn reach_error(purpose: LeaseUse, backing: &Path, reason: &ReachError) -> AttachError {
     let backing = backing.into();
     let reason = reason.to_string();

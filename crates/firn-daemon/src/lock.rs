@@ -106,8 +106,8 @@ impl LockedFile {
     /// Locks the file `opened`, or resumes the lock that an earlier serving process had when it died. The keeper, the
     /// process that starts the next one, has then kept the locked descriptor open.
     ///
-    /// `keeper_slot` is the place where the keeper has or gets a copy of the descriptor. If another process has the lock,
-    /// `wait_and_lock` is called; it returns once the file is locked, or fails.
+    /// `keeper_slot` is the place where the keeper has or gets a copy of the descriptor. If another process has the
+    /// lock, `wait_and_lock` is called; it returns once the file is locked, or fails.
     fn lock(
         opened: OwnedFd,
         sharing: LockSharing,
@@ -318,8 +318,8 @@ fn lock_when_holder_ends(
     }
 }
 
-/// Describes the firnd behind a control socket for an error message, as ` at MOUNT_POINT by firnd with pid PID`. `None` if
-/// no firnd of this user answers within a second, for any reason.
+/// Describes the firnd behind a control socket for an error message, as ` at MOUNT_POINT by firnd with pid PID`. `None`
+/// if no firnd of this user answers within a second, for any reason.
 fn describe_answering_holder(socket: &Path) -> Option<String> {
     let mut stream = UnixStream::connect(socket).ok()?;
     firn_trust::check_peer(&stream, rustix::process::geteuid().as_raw()).ok()?;

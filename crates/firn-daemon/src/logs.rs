@@ -255,8 +255,8 @@ impl Flattener {
     /// Flattens the files at or below `path` that have no writers: makes plain files from their logs. Waits while other
     /// hosts flatten parts of them.
     ///
-    /// Returns the files that stay in logs. `keep_waiting` is called several times a second; once it returns false, the wait
-    /// ends with ECANCELED. ESHUTDOWN means that the settler, the thread that flattens, has ended.
+    /// Returns the files that stay in logs. `keep_waiting` is called several times a second; once it returns false, the
+    /// wait ends with ECANCELED. ESHUTDOWN means that the settler, the thread that flattens, has ended.
     pub(crate) fn flatten(
         &self,
         path: &[u8],
@@ -423,7 +423,8 @@ pub fn flatten(
 }
 
 /// Makes plain files from logs without a mount, as [`flatten`] does, also if some bytes cannot be read: those become
-/// zeros, or what else the report says. Each loss is written to the new file `report` first. Losses are returned as [`FlattenError::GivenUp`].
+/// zeros, or what else the report says. Each loss is written to the new file `report` first. Losses are returned as
+/// [`FlattenError::GivenUp`].
 pub fn flatten_with_loss(
     backing: &Path,
     path: &Path,
@@ -488,7 +489,8 @@ fn flatten_unmounted(
 /// Runs `work` with the logs of an unmounted backing, and returns its result; `None` if the backing has no logs. The
 /// outer error means that the backing could not be opened.
 ///
-/// The caller has locked the backing. `work` also gets whether all lanes (directories with data of files) can be reached.
+/// The caller has locked the backing. `work` also gets whether all lanes (directories with data of files) can be
+/// reached.
 fn with_logs<T>(
     backing: &Path,
     directory: DirBacking,

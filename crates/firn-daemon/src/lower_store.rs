@@ -1,5 +1,6 @@
 //! Opens the *lower store*, which lies below transactions: the backing directory, with the layers of lanes and logs if
-//! files need them. A *lane* is one I/O server; in the layer of *logs*, each host appends its writes to a log of its own.
+//! files need them. A *lane* is one I/O server; in the layer of *logs*, each host appends its writes to a log of its
+//! own.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -45,8 +46,8 @@ pub(crate) struct OpenedLowerStore {
     pub(crate) parts: Vec<Arc<dyn Part>>,
 }
 
-/// Opens the lower store: the backing directory with the layers that its files need. The layer of lanes spreads data over the directories of several I/O servers. In the layer of logs, each host has a log of its
-/// writes.
+/// Opens the lower store: the backing directory with the layers that its files need. The layer of lanes spreads data
+/// over the directories of several I/O servers. In the layer of logs, each host has a log of its writes.
 ///
 /// A layer is present if files lie in it, or if the options of a mount ask for it. The host's lease is taken if it may
 /// write logs.

@@ -1,6 +1,6 @@
-//! Maintains the lanes of a backing without a mount: [`find_orphans`] finds, and with `repair` removes, what a power loss
-//! may have left of placed files. [`forget_lane`] removes a lane that is given up from the list of lanes. A *lane* is the directory of one I/O server; a *placed* file has its data in a lane, and a link in the
-//! backing.
+//! Maintains the lanes of a backing without a mount: [`find_orphans`] finds, and with `repair` removes, what a power
+//! loss may have left of placed files. [`forget_lane`] removes a lane that is given up from the list of lanes. A *lane*
+//! is the directory of one I/O server; a *placed* file has its data in a lane, and a link in the backing.
 
 use std::ffi::OsString;
 use std::path::Path;

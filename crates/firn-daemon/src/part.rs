@@ -7,27 +7,27 @@
 //! The order of the list, which `attach` and `assembly` build:
 //!
 //! ```text
-//!   part                                                     is present in
-//!   locks of the backing with the host's lease               mount, `firn recover`
-//!   source of tokens                                         mount, `firn recover`, if the options ask for it
-//!   lanes of a steered backing, comparison with other hosts  mount, if the options ask for it
-//!   arena's file, lanes of files, I/O threads                mount, `firn recover`
-//!   report for other hosts, traffic, record of the run       mount
-//!   locks of files, logs                                     mount, if the options ask for it
-//!   last drain, after the sockets                            mount
-//!   requests of the kernel, or names of the stub tree        mount
-//!   data socket, control socket                              mount
-//!   last drain, before the sockets                           mount
-//!   partner, transactions, other participants, backup        mount, if the options ask for it
-//!   allocation of the arena's memory                         mount, if the options ask for it
+//!   part                                                         is present in
+//!   HeldLocks (of the backing, with the host's lease)            mount, `firn recover`
+//!   HeldValue (the source of tokens)                             mount, `firn recover`, if the options ask for it
+//!   SteeredLanes, Peers (compares this mount with other hosts)   mount, if the options ask for it
+//!   ArenaFile, PlacedLanes, IoThreads                            mount, `firn recover`
+//!   Takeover, HostReports, Traffic, Record (of the run)          mount
+//!   LocksOfFiles, ReadLogs or WrittenLogs                        mount, if the options ask for it
+//!   LastDrain, after the sockets                                 mount
+//!   FuseRequests or StubNames (of the frontend)                  mount
+//!   DataClients (data socket), ControlSocket                     mount
+//!   LastDrain, before the sockets                                mount
+//!   PartnerCopies, Transactions, Participation, BackupRounds     mount, if the options ask for it
+//!   ArenaMemory (allocates it)                                   mount, if the options ask for it
 //! ```
 //!
 //! The *arena* is shared memory with the bytes that are not in the backing yet; a *drain* copies them there. A *lane*
-//! is one I/O server, and a *token* is the lock that lets one host at a time write there. A *steered* backing is told on which
-//! server to put each new file.
+//! is one I/O server, and a *token* is the lock that lets one host at a time write there. A *steered* backing is told
+//! on which server to put each new file.
 //!
-//! At the end, the drain before the sockets runs while they still answer. After the sockets have stopped, the other drain
-//! copies what programs with direct access to the arena have written since.
+//! At the end, the drain before the sockets runs while they still answer. After the sockets have stopped, the other
+//! drain copies what programs with direct access to the arena have written since.
 //!
 //! Promises
 //! * Parts start from the first to the last and stop from the last to the first, so a part may rely on all parts before

@@ -1,5 +1,5 @@
-//! Several hosts that commit together: which hosts they are, which process of this host used which file, and the text of
-//! their conflicts.
+//! Several hosts that commit together: which hosts they are, which process of this host used which file, and the text
+//! of their conflicts.
 
 use std::collections::HashMap;
 use std::time::Duration;

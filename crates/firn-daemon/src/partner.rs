@@ -1,6 +1,6 @@
-//! The partner of this host is another host that has copies of its held files. This file stores what agents report of the
-//! partner, and lets programs wait for its copies. A *held* file has bytes in this host's memory that are not in the
-//! backing yet.
+//! The partner of this host is another host that has copies of its held files. This file stores what agents report of
+//! the partner, and lets programs wait for its copies. A *held* file has bytes in this host's memory that are not in
+//! the backing yet.
 //!
 //! An *agent* is the process (`firn agent`) that copies files between hosts. Its connection to the control socket is a
 //! *reporter* once it has reported something.
@@ -74,8 +74,8 @@ pub(crate) struct PartnerReporter {
 }
 
 impl PartnerState {
-    /// Returns the state of the partner, the host with copies of this host's files, without reports so far. `None` if the
-    /// options name no partner.
+    /// Returns the state of the partner, the host with copies of this host's files, without reports so far. `None` if
+    /// the options name no partner.
     pub(crate) fn new(
         engine: &Arc<Engine<Store>>,
         options: &Options,
@@ -146,8 +146,8 @@ impl PartnerState {
     /// Stores the report of a reporter, which is the connection of an agent, a process that copies files between hosts.
     /// `host` is the partner that copies this host's files; `None` if the agent has no connection to one.
     ///
-    /// A mark says that the partner has a file. All marks are dropped if no reporter had a partner before this report, or
-    /// if this reporter has lost its partner.
+    /// A mark says that the partner has a file. All marks are dropped if no reporter had a partner before this report,
+    /// or if this reporter has lost its partner.
     fn store_report(&self, number: u64, host: Option<String>, note: String) {
         let mut table = self.reporters.lock();
         let names_partner = host.is_some();

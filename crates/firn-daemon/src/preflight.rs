@@ -1,8 +1,8 @@
-//! Checks the paths of backing and mount point before a mount. It changes only one thing: a dead Firn mount at the mount
-//! point is unmounted.
+//! Checks the paths of backing and mount point before a mount. It changes only one thing: a dead Firn mount at the
+//! mount point is unmounted.
 //!
-//! Promise: if the checks pass, both are directories that this user may use, and neither lies in the other. Otherwise the
-//! mount is refused with the reason and what to do.
+//! Promise: if the checks pass, the backing can be read, no living Firn mount is at the mount point, and neither path
+//! lies in the other. Otherwise the mount is refused with the reason and what to do.
 
 use std::io;
 use std::path::{Path, PathBuf};

@@ -1,5 +1,5 @@
-//! Counts the files of this mount that other hosts pull: the connections, files and bytes. An *agent* sends the files of a
-//! mount to other hosts. It reports what it sends on its connection to the control socket.
+//! Counts the files of this mount that other hosts pull: the connections, files and bytes. An *agent* sends the files
+//! of a mount to other hosts. It reports what it sends on its connection to the control socket.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -515,15 +515,7 @@ impl CommitRules {
         own_part: &OwnPart,
         ballot: &NamesBallot<'_, LoggableStore>,
     ) -> Result<(), TransactionError> {
-        // A failure of a program counts as a change of the part, so the other hosts must see it before the part is
-        // prepared.
-        self.report_failed_writers(scope);
-        let mut table = self.table.lock();
-        let is_unchanged = table.machine.begin_attempt(scope, own_part.state.changes);
-        // What follows calls the backing.
-        drop(table);
-        // A change after the state was published would not be in what the hosts agree on.
-        if !is_unchanged {
+        if !self.close_part(scope, own_part) {
             let reason = "its programs have made more changes".to_owned();
             return Ok(ballot.give_up(number, reason)?);
         }
@@ -535,18 +527,32 @@ impl CommitRules {
                 None => Err(Errno::STALE.into()),
             }
         });
-        let mut table = self.table.lock();
-        // A part counts as prepared from here on, even if it could not be published. So it is opened again once the
-        // attempt is given up.
-        table.joint_commits.entry(scope).or_default().prepared = Some(PreparedAttempt {
-            number,
-            since: Instant::now(),
-        });
-        drop(table);
+        // A closed part counts as prepared, even if it could not be published. So it is opened again once the attempt
+        // is given up.
+        self.record_prepared(scope, number);
         if let Err(error) = published {
             ballot.give_up(number, error.to_string())?;
         }
         Ok(())
+    }
+
+    /// Closes this host's part of a checkpoint: its programs must wait before they change it again. Returns false if
+    /// they have changed it since its state was published, because these changes are not in what the hosts agree on.
+    fn close_part(&self, scope: ScopeNumber, own_part: &OwnPart) -> bool {
+        // A failure of a program counts as a change of the part, so the other hosts must see it before the part is
+        // prepared.
+        self.report_failed_writers(scope);
+        let mut table = self.table.lock();
+        table.machine.begin_attempt(scope, own_part.state.changes)
+    }
+
+    /// Records that this host's part is prepared for attempt `number`.
+    fn record_prepared(&self, scope: ScopeNumber, number: u64) {
+        let mut table = self.table.lock();
+        table.joint_commits.entry(scope).or_default().prepared = Some(PreparedAttempt {
+            number,
+            since: Instant::now(),
+        });
     }
 
     /// Compares what the hosts wrote of a checkpoint, and publishes the verdict in the ballot, the directory in which

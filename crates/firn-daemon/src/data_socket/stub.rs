@@ -418,8 +418,8 @@ impl<B: Backing> StubService<'_, B> {
             repeated_at: None,
             note_offset: &mut |_| {},
         };
-        // The offset is known only after the append. The first record has offset 0, which is not used: after a kill, such
-        // an append is answered with EIO.
+        // The offset is known only after the append. The first record has offset 0, which is not used: after a kill,
+        // such an append is answered with EIO.
         let appended = source
             .record_begun(0)
             .and_then(|()| self.engine.append_known(handle, shared_append));
@@ -477,22 +477,15 @@ impl<B: Backing> StubService<'_, B> {
 /// else. An append has its bytes as data, or a descriptor of a file with `len` bytes.
 fn has_valid_shape(op: Op, request: &Request, data: &[u8], has_descriptor: bool) -> bool {
     let len = request.len as usize;
-    // An append of bytes in a memory file has no data; its `len` counts the bytes of that file.
-    let appends_file = op == Op::Append && has_descriptor;
-    // An adopt has a flag in `len`.
-    let takes_data = matches!(op, Op::Write | Op::Allocate | Op::Append) && !appends_file;
-    let takes_len = takes_data || appends_file || matches!(op, Op::Read | Op::Adopt);
-    let takes_descriptor = op == Op::Adopt || appends_file;
-    if has_descriptor != takes_descriptor || (!takes_len && len != 0) {
-        return false;
-    }
-    if !appends_file && len > DATA_BYTES_MAX {
-        return false;
-    }
-    if takes_data {
-        data.len() == len
-    } else {
-        data.is_empty()
+    let is_short = len <= DATA_BYTES_MAX;
+    match op {
+        // The bytes are in the file; `len` counts them.
+        Op::Append if has_descriptor => data.is_empty(),
+        Op::Append | Op::Write | Op::Allocate => !has_descriptor && is_short && data.len() == len,
+        // `len` says whether the stub was open with an earlier firnd.
+        Op::Adopt => has_descriptor && is_short && data.is_empty(),
+        Op::Read => !has_descriptor && is_short && data.is_empty(),
+        _ => !has_descriptor && len == 0 && data.is_empty(),
     }
 }
 
@@ -515,7 +508,8 @@ fn read_all_bytes(source: &AppendSource<'_>) -> Result<Vec<u8>, Errno> {
 /// A stub is an empty file on tmpfs, of which firnd has the bytes.
 ///
 /// The caller has the file locked for appends. `file_size` is the size now, and `size_max` the largest size that the
-/// append may give the file. Fails with EIO if the bytes of the killed firnd cannot be told from those of other changes.
+/// append may give the file. Fails with EIO if the bytes of the killed firnd cannot be told from those of other
+/// changes.
 fn find_start(
     source: &AppendSource<'_>,
     changes: &Changes,

@@ -1,5 +1,6 @@
-//! The parts of the two frontends, the ways in which programs use a mount. [`FuseRequests`] shows figures of the kernel's
-//! requests in the status. The part of a stub tree, a mount of empty files on tmpfs, creates its names in the backing.
+//! The parts of the two frontends, the ways in which programs use a mount. [`FuseRequests`] shows figures of the
+//! kernel's requests in the status. The part of a stub tree, a mount of empty files on tmpfs, creates its names in the
+//! backing.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -87,8 +87,9 @@ struct RecorderState {
 }
 
 impl Record {
-    /// Returns the part that makes the record of the run, a summary of the mount's life. `copy_place` says whether
-    /// a copy goes to the backing, and `runtime_file` is the copy on this host. The times of the record begin when the engine began.
+    /// Returns the part that makes the record of the run, a summary of the mount's life. `copy_place` says whether a
+    /// copy goes to the backing, and `runtime_file` is the copy on this host. The times of the record begin when the
+    /// engine began.
     pub(crate) fn new(
         identity: MountIdentity,
         waiting_writers: WaitingWriters,

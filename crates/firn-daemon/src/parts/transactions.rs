@@ -78,8 +78,8 @@ impl Transactions {
                 live.drop_cells(cells);
                 continue;
             };
-            // A connection of the earlier firnd is gone, so its transaction is aborted. If an abort had begun already, it is
-            // continued in this way, whatever the owner was.
+            // A connection of the earlier firnd is gone, so its transaction is aborted. If an abort had begun already,
+            // it is continued in this way, whatever the owner was.
             let owner = if entry.is_ending {
                 TransactionOwner::Connection
             } else {

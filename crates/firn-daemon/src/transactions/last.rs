@@ -64,8 +64,9 @@ pub(crate) fn find_upgrade_obstacle(gate: &TransactionGate) -> Option<String> {
     })
 }
 
-/// Prepares the transactions for an unmount: applies the decided commits (makes their changes in the backing). Describes
-/// the transaction that prevents the unmount, because it is undecided or its commit fails; `None` if there is none.
+/// Prepares the transactions for an unmount: applies the decided commits (makes their changes in the backing), unless
+/// an undecided transaction prevents the unmount. Describes that transaction, or the commit that fails; `None` if there
+/// is none.
 pub(crate) fn apply_commits_or_find_obstacle(gate: &TransactionGate) -> Option<String> {
     let mut transactions = gate.store().open_transactions();
     // Transactions that commit rules have begun end with the mount, so they do not prevent its end.

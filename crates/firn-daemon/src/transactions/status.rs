@@ -24,8 +24,8 @@ pub(crate) fn transaction_statuses(
 }
 
 /// Returns the status of one transaction, from the `figures` of the layer of transactions, its owner, and its pending
-/// bytes, which are in the arena (the host's memory) only. `bytes` is the sum of the pending bytes and of those that the
-/// layer has got.
+/// bytes, which are in the arena (the host's memory) only. `bytes` is the sum of the pending bytes and of those that
+/// the layer has got.
 fn transaction_status(
     gate: &Arc<TransactionGate>,
     owners: &Owners,
