@@ -29,7 +29,7 @@ use crate::prepared::{MountSetup, PreparedFrontend};
 use crate::store::Layers as _;
 use crate::takeover::{TakenOverMount, Takeover};
 
-/// A mount whose parts and frontend have started, so programs see it.
+/// A mount with its started parts and frontend; programs see it.
 pub(crate) struct StartedMount {
     pub(crate) parts: Parts,
     pub(crate) frontend: Frontend,
@@ -207,7 +207,7 @@ impl MountSetup<'_> {
             )?),
         };
         let transactions = Transactions::new(gate, hosts_timeout, &invalidate_cache, rules)?;
-        // An undone scope is a directory whose transaction was aborted because the firnd that began it died.
+        // An undone scope is the directory of a transaction that was aborted because its firnd died.
         if let Some(taken_over) = self.taken_over {
             let stored = &taken_over.resumed.contents.transactions;
             transactions.resume(stored, &self.attached.undone_scopes);

@@ -79,7 +79,7 @@ impl CheckReport {
 /// What a check found in the logs of a backing with layout=log.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct LogsReport {
-    /// The backing whose `.firn/log` was read.
+    /// The backing of which `.firn/log` was read.
     #[serde(with = "firn_protocol::path::exact")]
     pub backing: PathBuf,
     /// Number of containers: one holds the logs of one generation of a file.

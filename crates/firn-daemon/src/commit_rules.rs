@@ -387,7 +387,7 @@ impl CommitRules {
         table.fill_counts(status);
     }
 
-    /// Counts an abort for the rule whose checkpoint was open in this scope when an earlier firnd died.
+    /// Counts an abort for the rule that had an open checkpoint in this scope when an earlier firnd died.
     pub(crate) fn count_undone(&self, path: &[u8]) {
         let located = self.rules.locate(path);
         let mut table = self.table.lock();
@@ -701,7 +701,7 @@ impl CommitRules {
         self.carry_out(next_actions)
     }
 
-    /// Returns whether a writer of the scope has failed whose end is not reported to the machine yet. If so, the
+    /// Returns whether a writer of the scope has failed, and its end is not reported to the machine yet. If so, the
     /// failure is reported, and the thread that watches exits aborts the scope.
     fn report_failed_writers(&self, scope: ScopeNumber) -> bool {
         let writers = self.table.lock().machine.living_writers(scope);

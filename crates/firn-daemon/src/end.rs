@@ -355,7 +355,7 @@ fn unmount_unless_used(frontend: &Frontend, force: bool) -> io::Result<()> {
     }
 }
 
-/// Returns the reply for a client whose unmount was overtaken by a forced one.
+/// Returns the reply for a client if a forced unmount of another client has overtaken its own.
 fn overtaken_reply() -> Reply {
     let message = "another `firn umount --force` ends the mount without waiting".into();
     Reply::Error {

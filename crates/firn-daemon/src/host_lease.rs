@@ -43,7 +43,7 @@ const TAKE_RETRY_EVERY: Duration = Duration::from_millis(50);
 /// holder must wait until the lease counts as stale.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Returns whether this use is safe on a file system whose locks exclude processes of the same host only.
+/// Returns whether this use is safe on a file system with locks that exclude processes of the same host only.
 ///
 /// * Logs are safe: each host writes its own log. Without locks, the heartbeats show that a host is alive, and late
 ///   writes of a host that counts as dead go to the next generation of the log.
@@ -53,8 +53,8 @@ fn is_safe_with_local_locks(purpose: LeaseUse) -> bool {
     matches!(purpose, LeaseUse::Logs | LeaseUse::Lanes)
 }
 
-/// Returns the error of a mount whose use needs locks that exclude other hosts. A use for lanes has no error of its
-/// own, and gets that of tokens.
+/// Returns the error of a mount with a use that needs locks which exclude other hosts. A use for lanes has no error of
+/// its own, and gets that of tokens.
 fn reach_error(purpose: LeaseUse, backing: &Path, reason: &ReachError) -> AttachError {
     let backing = backing.into();
     let reason = reason.to_string();

@@ -32,7 +32,7 @@ use crate::host_lease::{HostLease, LeaseState};
 use crate::keeper::{KeeperLink, Tag};
 use crate::mountinfo;
 
-/// How long a mount waits for a lock whose holder may be a killed firnd. The kernel releases the locks of a killed
+/// How long a mount waits for a lock that a killed firnd may hold. The kernel releases the locks of a killed
 /// process after it has freed the process's memory, which takes less time than this even for a large arena.
 pub(crate) const ENDING_PROCESS_TIMEOUT: Duration = Duration::from_secs(5);
 /// Timeout for the answer of a firnd to the question where its mount is.

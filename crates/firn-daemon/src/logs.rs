@@ -177,7 +177,7 @@ fn has_containers<B: Backing>(backing: &Path, base: &B) -> Result<bool, AttachEr
     Ok(names.iter().any(|(name, ..)| firn_log::is_file_dir(name)))
 }
 
-/// Returns the containers whose file is missing in the backing. Either the file was removed without Firn, or a dead
+/// Returns the containers without their file in the backing. Either the file was removed without Firn, or a dead
 /// host did not finish its removal.
 pub(crate) fn find_logs_without_file<B: Backing>(
     backing: &Path,
@@ -195,7 +195,7 @@ pub(crate) fn find_logs_without_file<B: Backing>(
     Ok(orphans)
 }
 
-/// Describes a container whose file is missing.
+/// Describes a container without its file.
 fn container_orphan(kind: &'static str, container: &str) -> FoundOrphan {
     FoundOrphan {
         kind,
@@ -395,8 +395,8 @@ fn settle_until_stopped(
     }
 }
 
-/// Flattens the logs that dead hosts have left, and removes the logs of files that they were removing. Logs whose file
-/// is missing for another reason are kept and reported.
+/// Flattens the logs that dead hosts have left, and removes the logs of files that they were removing. Logs without a
+/// file for another reason are kept and reported.
 fn flatten_logs_of_dead_hosts(logs: &dyn Logs) -> Result<(), Errno> {
     if logs.flatten_at(b"")?.lost == 0 {
         return Ok(());

@@ -41,7 +41,7 @@ struct ReportLine<'a> {
     path: PathBuf,
     /// The directory with all logs of the file.
     container: &'a str,
-    /// The host whose log or index is damaged; `None` if the damaged part is about all logs.
+    /// The host that wrote the damaged log or index; `None` if the damaged part is about all logs.
     #[serde(skip_serializing_if = "Option::is_none")]
     host: Option<&'a str>,
     /// The damaged log or index in the container.

@@ -69,7 +69,7 @@ pub(crate) enum RequestRefusal {
     NotAborted { owner: String, error: String },
 }
 
-/// An owner whose end is watched.
+/// An owner with a watched end.
 #[derive(Debug)]
 enum WatchedOwner {
     Connection {
@@ -384,7 +384,8 @@ impl Owners {
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
-    /// Aborts transactions whose owners are gone, until [`Owners::stop`]. No lock is held while `actions` is called.
+    /// Aborts transactions after their owners have ended, until [`Owners::stop`]. No lock is held while `actions` is
+    /// called.
     pub(crate) fn watch(&self, actions: &dyn ScopeActions) {
         loop {
             let mut table = self.table.lock();
@@ -468,7 +469,7 @@ impl OwnerTable {
         }
     }
 
-    /// Returns the owners whose end is watched.
+    /// Returns the living owners of open transactions, which the thread watches.
     fn living_owners(&self) -> Vec<Arc<WatchedOwner>> {
         let mut owners = Vec::new();
         for owned in self.owned.values() {

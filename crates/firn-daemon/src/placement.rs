@@ -166,7 +166,7 @@ impl PositionInFileSystem {
     }
 }
 
-/// Fails if a lane and the other directory, whose path is `path`, are the same, or if one lies in the other.
+/// Fails if a lane and the other directory (at `path`) are the same, or if one lies in the other.
 fn check_apart(lane: &DirLocation, other: &DirLocation, path: &Path) -> Result<(), LaneFault> {
     let path = path.to_owned();
     match (lane.is_at_or_below(other), other.is_at_or_below(lane)) {

@@ -49,7 +49,7 @@ pub struct RecoverRequest {
     pub backing: PathBuf,
     /// Checked options, of which `arena-dir` and `io-threads` are used.
     pub options: Options,
-    /// What to do with held data whose file is missing in the backing.
+    /// What to do with held data if its file is missing in the backing.
     pub lost: LostPolicy,
 }
 
@@ -65,7 +65,7 @@ pub struct RecoverReport {
     pub recovered_files: u64,
     /// Bytes that are still in the arena.
     pub left_bytes: u64,
-    /// Bytes in the arena whose file is missing in the backing.
+    /// Bytes in the arena that belong to files which are missing in the backing.
     pub lost_file_bytes: u64,
     /// The files that are missing in the backing, and what was done with their data.
     pub lost: Vec<LostReport>,

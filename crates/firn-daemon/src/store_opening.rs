@@ -69,7 +69,7 @@ pub(crate) fn open_store(
     })
 }
 
-/// A store whose transactions were recovered.
+/// A store with recovered transactions.
 struct RecoveredStore {
     store: Store,
     /// Scopes of transactions that were undone.
@@ -153,7 +153,7 @@ fn report_outcome(outcome: &RecoveryOutcome, notice: &mut dyn FnMut(String)) {
     }
 }
 
-/// Removes the layer of transactions from a store whose transactions have ended. Without this layer and its tables, the
+/// Removes the layer of transactions from a store after they have ended. Without this layer and its tables, the
 /// kernel may read files itself. Fails while a prepared transaction waits.
 fn close_transactions(
     target: &AttachTarget<'_>,

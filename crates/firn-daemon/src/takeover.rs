@@ -53,7 +53,7 @@ use crate::parts::InvalidateCache;
 use crate::spawn::write_request;
 use crate::store::{Layers as _, Store};
 
-/// A mount whose firnd died, and which this firnd serves from now on.
+/// A mount of a firnd that died, which this firnd serves from now on.
 pub(crate) struct TakenOverMount {
     /// The connection to the kernel.
     pub(crate) device: OwnedFd,
@@ -137,7 +137,7 @@ impl TakenOverMount {
         }
     }
 
-    /// Returns the last time a firnd died whose transactions were aborted, since the host started.
+    /// Returns the time of the last death of a firnd by which transactions were aborted, since the host started.
     fn last_loss(&self) -> Option<Duration> {
         let scopes = self.resumed.table.undone_scopes();
         let last_death = scopes.iter().map(|scope| scope.died_ticks).max()?;
@@ -618,7 +618,7 @@ pub(crate) fn connection_of_resumed_mount(
     })
 }
 
-/// A connection to the kernel whose firnd died.
+/// A connection to the kernel that outlived its firnd.
 pub(crate) struct ResumedConnection {
     pub(crate) device: OwnedFd,
     /// Time of the death, since the host started.

@@ -49,13 +49,13 @@ const READ_RETRY: Backoff = Backoff::new(Duration::from_millis(2), Duration::fro
 const ATTEMPT_RETRY: Backoff = Backoff::new(Duration::from_millis(20), Duration::from_secs(5));
 /// Pause between two checks of a program's thread that waits for other hosts. Each change of the table ends the pause.
 const WAIT_CHECK_EVERY: Duration = Duration::from_millis(100);
-/// Pause between two attempts to begin a scope whose last commit other hosts have not finished.
+/// Pause between two attempts to begin a scope of which other hosts have not finished the last commit.
 pub(super) const BEGIN_RETRY_EVERY: Duration = Duration::from_millis(20);
 /// Pause between two checks whether other hosts are alive.
 const LIVENESS_CHECK_EVERY: Duration = Duration::from_secs(1);
 /// Limit of conflicts that the log names.
 const LOGGED_CONFLICTS_MAX: usize = 20;
-/// Limit of ended scopes whose result is kept for the threads that wait for it.
+/// Limit of results of ended scopes that are kept for the threads that wait for them.
 const RESULTS_MAX: usize = 1024;
 
 /// Content of the ballot's file `try-N`, which begins attempt N to commit.
@@ -156,7 +156,7 @@ impl DeadHostCache {
         self.dead.intersection(hosts).cloned().collect()
     }
 
-    /// Checks which of `hosts` are dead. A host whose state cannot be read counts as alive.
+    /// Checks which of `hosts` are dead. A host counts as alive if its state cannot be read.
     fn check_hosts(&mut self, rules: &CommitRules, hosts: &BTreeSet<String>) {
         let own_host = rules.joint_settings.as_ref().map(|settings| &settings.host);
         self.dead.clear();
@@ -537,7 +537,7 @@ impl CommitRules {
     }
 
     /// Closes this host's part of a checkpoint: its programs must wait before they change it again. Returns false if
-    /// they have changed it since its state was published, because these changes are not in what the hosts agree on.
+    /// they have changed it since its state was published, or may still change it: the hosts agree on that state only.
     fn close_part(&self, scope: ScopeNumber, own_part: &OwnPart) -> bool {
         // A failure of a program counts as a change of the part, so the other hosts must see it before the part is
         // prepared.

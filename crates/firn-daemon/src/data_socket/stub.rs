@@ -477,14 +477,16 @@ impl<B: Backing> StubService<'_, B> {
 /// else. An append has its bytes as data, or a descriptor of a file with `len` bytes.
 fn has_valid_shape(op: Op, request: &Request, data: &[u8], has_descriptor: bool) -> bool {
     let len = request.len as usize;
-    let is_short = len <= DATA_BYTES_MAX;
+    let fits_in_packet = len <= DATA_BYTES_MAX;
     match op {
         // The bytes are in the file; `len` counts them.
         Op::Append if has_descriptor => data.is_empty(),
-        Op::Append | Op::Write | Op::Allocate => !has_descriptor && is_short && data.len() == len,
+        Op::Append | Op::Write | Op::Allocate => {
+            !has_descriptor && fits_in_packet && data.len() == len
+        }
         // `len` says whether the stub was open with an earlier firnd.
-        Op::Adopt => has_descriptor && is_short && data.is_empty(),
-        Op::Read => !has_descriptor && is_short && data.is_empty(),
+        Op::Adopt => has_descriptor && fits_in_packet && data.is_empty(),
+        Op::Read => !has_descriptor && fits_in_packet && data.is_empty(),
         _ => !has_descriptor && len == 0 && data.is_empty(),
     }
 }

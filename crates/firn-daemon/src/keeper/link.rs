@@ -42,7 +42,7 @@ pub(crate) struct KeeperHandover {
     pub(crate) resumed: Option<ResumedMount>,
 }
 
-/// A mount whose firnd died.
+/// A mount that outlived its firnd.
 pub(crate) struct ResumedMount {
     /// The connection to the kernel; `None` for a stub tree.
     pub(crate) device: Option<OwnedFd>,

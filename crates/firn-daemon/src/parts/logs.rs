@@ -42,7 +42,7 @@ struct FlattenWait<'a> {
     /// The level that the files must reach first.
     level: DurabilityLevel,
     deadline: Option<Instant>,
-    /// Logs whose file is missing are a failure too.
+    /// Logs without their file are a failure too.
     fails_on_missing_file: bool,
 }
 

@@ -210,7 +210,7 @@ enum RequestStart<'a> {
     Answered(Reply),
 }
 
-/// Returns the reply to a begin whose owner is no running process.
+/// Returns the reply to a begin that names an owner which is no running process.
 fn no_such_owner_reply(errno: impl std::fmt::Display) -> Reply {
     let message =
         format!("the owner of a transaction must be a running process that firnd can see: {errno}");

@@ -177,7 +177,7 @@ impl Mount<LoggableStore> for MountActions<'_> {
             match living_hosts.is_living(host) {
                 Ok(true) => return Ok(true),
                 Ok(false) => {}
-                // A host whose state cannot be read counts as dead.
+                // A host counts as dead if its state cannot be read.
                 Err(error) => {
                     tracing::warn!(%error, host, "cannot find out whether this host is alive; it counts as dead");
                 }
