@@ -308,16 +308,22 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
     }
     let must_commit = request.id.is_some() && !was_applied_before;
     if must_commit {
-        let Some(prepared) = store.current_transaction(&log.scope) else {
-            return Err(CommitError::Stage(StageError::NoTransaction).into());
-        };
-        prepared.decide(log.id)?.apply()?;
+        commit_prepared(&store, &log)?;
         report.committed = true;
     }
     if report.committed {
         remove_applied_backup(&dir);
     }
     Ok(report)
+}
+
+/// Commits the prepared transaction of a backup, and applies the commit: makes its changes in the backing.
+fn commit_prepared(store: &TransactionalStore, log: &ChangeLog) -> Result<(), RecoverError> {
+    let Some(prepared) = store.current_transaction(&log.scope) else {
+        return Err(CommitError::Stage(StageError::NoTransaction).into());
+    };
+    prepared.decide(log.id)?.apply()?;
+    Ok(())
 }
 
 /// Removes the backup of a commit that is applied.

@@ -155,7 +155,7 @@ struct AcquiredLease {
     holder: Holder,
     /// The uses that other hosts can see in the record.
     uses: BTreeSet<LeaseUse>,
-    /// Whether locks reach other hosts; `None` until this is checked.
+    /// Whether locks reach other hosts, or why not; `None` until this is checked.
     reach: Option<Result<(), ReachError>>,
     state: Arc<LeaseState>,
     /// Sends uses to the thread, which alone writes the record. The drop of the sender ends the thread.
@@ -393,8 +393,9 @@ impl AcquiredLease {
         }
     }
 
-    /// Returns whether locks exclude other hosts. The first call checks this, which may take
-    /// [`firn_hosts::STALE_AFTER`]; later calls return the same answer.
+    /// Returns whether locks exclude other hosts: the inner result has the reason if they do not. The first call checks
+    /// this, which may take [`firn_hosts::STALE_AFTER`]; later calls return the same answer. The outer result fails if
+    /// the backing cannot be opened.
     fn find_reach(&mut self, backing: &Path) -> Result<&Result<(), ReachError>, AttachError> {
         let reach = match self.reach.take() {
             Some(reach) => reach,

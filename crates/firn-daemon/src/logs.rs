@@ -395,8 +395,8 @@ fn settle_until_stopped(
     }
 }
 
-/// Flattens the logs that dead hosts have left, and removes the logs of files that they were removing. Logs without a
-/// file for another reason are kept and reported.
+/// Flattens the logs that dead hosts have left, and removes the logs of files that they were removing. Other logs
+/// without a file are kept and reported.
 fn flatten_logs_of_dead_hosts(logs: &dyn Logs) -> Result<(), Errno> {
     if logs.flatten_at(b"")?.lost == 0 {
         return Ok(());

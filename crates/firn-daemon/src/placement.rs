@@ -230,7 +230,8 @@ pub(crate) fn open_store(
         && options.placement == Placement::Dirs
         && !options.read_only;
     let record = find_record(backing, &directory)?;
-    if !places_new_files && record.as_ref().is_none_or(|record| record.lanes.is_empty()) {
+    let has_no_lanes = record.as_ref().is_none_or(|record| record.lanes.is_empty());
+    if !places_new_files && has_no_lanes {
         return Ok(PlaceableStore::Lower(directory));
     }
     let host = host_name(options)?;
@@ -238,6 +239,7 @@ pub(crate) fn open_store(
         Some(record) => record,
         None => Record::make(&directory, &host).map_err(lane_record_error(backing))?,
     };
+    // The lanes of the options come first, because only they take new files.
     let mut lanes = Vec::new();
     if places_new_files {
         for lane in &options.lanes {
@@ -252,11 +254,9 @@ pub(crate) fn open_store(
         Err(OwnError::Backing(Errno::ROFS)) if options.read_only => None,
         Err(error) => return Err(lane_record_error(backing)(error.into())),
     };
-    let rule = if places_new_files {
-        Some(placement_rule(options, &host)?)
-    } else {
-        None
-    };
+    let rule = places_new_files
+        .then(|| placement_rule(options, &host))
+        .transpose()?;
     let setup = Setup {
         id: record.id,
         staging,

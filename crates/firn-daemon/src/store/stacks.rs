@@ -326,7 +326,7 @@ fn count_calls(disks: &SimDisks, work: impl FnOnce()) -> u64 {
 }
 
 /// Cuts a commit off at one call, and checks that programs see one of two trees afterwards: that before the commit or
-/// that after it. `power_loss` is passed to the disks, which then lose data that was not synced.
+/// that after it. With a seed in `power_loss`, the disks then lose some data that was not synced.
 fn check_crash_at(
     call: u64,
     power_loss: Option<u64>,
