@@ -464,25 +464,25 @@ impl Mount {
     }
 
     /// Returns an error if data stays in the arena (the host's memory), or files stay in logs, although both were to go
-    /// to the backing. The parts of the mount have stopped and have filled `stop`.
+    /// to the backing. The parts of the mount have stopped and have filled `context`.
     fn check_remaining_data(
         &self,
-        stop: &StopContext,
+        context: &StopContext,
         checked: &CheckedPaths,
     ) -> Result<(), MountError> {
         let backing = checked.backing.clone();
-        if stop.remaining_bytes == 0 {
-            return match stop.remaining_in_logs.error {
+        if context.remaining_bytes == 0 {
+            return match context.remaining_in_logs.error {
                 None => Ok(()),
                 Some(source) => Err(MountError::FilesRemainInLogs { backing, source }),
             };
         }
-        if stop.held_policy == HeldPolicy::Keep {
+        if context.held_policy == HeldPolicy::Keep {
             return Ok(());
         }
         // Data in the arena is the worse failure, so an error of the logs is not returned beside it.
         Err(MountError::DataRemains {
-            bytes: stop.remaining_bytes,
+            bytes: context.remaining_bytes,
             arena: self.attached.files.arena.clone(),
             backing,
         })

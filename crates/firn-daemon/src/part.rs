@@ -106,7 +106,7 @@ pub(crate) trait Part: Send + Sync {
 
     /// Stops the part and releases its resources. It also runs for a part that was never started, because an earlier
     /// part failed to start.
-    fn stop(&self, _stop: &mut StopContext) {}
+    fn stop(&self, _context: &mut StopContext) {}
 }
 
 /// The parts of a mount, in the order in which they start.
@@ -154,8 +154,8 @@ impl Parts {
     }
 
     /// Stops the parts from the last to the first.
-    pub(crate) fn stop(&self, stop: &mut StopContext) {
-        self.0.iter().rev().for_each(|part| part.stop(stop));
+    pub(crate) fn stop(&self, context: &mut StopContext) {
+        self.0.iter().rev().for_each(|part| part.stop(context));
     }
 }
 

@@ -176,7 +176,7 @@ impl PartnerState {
         deadline: Option<Instant>,
         progress: &mut dyn FnMut(u64, u64) -> bool,
     ) -> Reply {
-        let mut waits = CHECK_AGAIN.start();
+        let mut backoff = CHECK_AGAIN.start();
         loop {
             // A mark that comes after this read ends the pause below at once.
             let marks_before = self.reporters.lock().marks;
@@ -188,7 +188,7 @@ impl PartnerState {
             if !progress(figures.left_bytes, figures.left_files) {
                 return error_reply(Errno::CANCELED, "the wait was given up");
             }
-            let mut pause = waits.next_wait();
+            let mut pause = backoff.next_wait();
             if let Some(deadline) = deadline {
                 let time_left = deadline.saturating_duration_since(Instant::now());
                 if time_left.is_zero() {

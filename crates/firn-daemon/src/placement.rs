@@ -304,7 +304,7 @@ fn open_lanes(
 }
 
 /// Opens a lane of the options, a directory that takes the data of new files. The lane gets the mark of this backing (a
-/// file that names it), and the backing's record of lanes gets the path of the lane.
+/// file that names it), and the backing's list of lanes gets the path of the lane.
 ///
 /// Fails if the record has the lane but the mark is missing: another directory may be mounted there now.
 fn open_lane_of_options(

@@ -29,7 +29,7 @@ use firn_arena::ArenaError;
 use firn_arena::live::{EarlierTable, LiveTable, LiveTableError};
 use firn_backing::Volume as _;
 use firn_client::paths::RuntimeFiles;
-use firn_engine::{Engine, HiddenFile, Resumed, ResumedRequests};
+use firn_engine::{Engine, FileKeeper, HiddenFile, Resumed, ResumedRequests};
 use firn_format::live::{Device, FileLock, Header, InitExchange};
 use firn_format::mountinfo;
 use firn_fuse::KeepConnection;
@@ -98,7 +98,7 @@ impl TakenOverMount {
             contents,
             takeovers,
             files: nameless_files,
-            keeper: link.map(|link| Arc::clone(link) as _),
+            keeper: link.map(|link| Arc::clone(link) as Arc<dyn FileKeeper>),
             died_ticks: clock_ticks_from_time(death_time),
             // The recovery records here what programs lose.
             losses: Default::default(),
@@ -287,7 +287,7 @@ fn create_live_table(
     let table = Arc::new(LiveTable::create(&files.live)?);
     engine.note_live(Arc::clone(&table));
     if let Some(link) = link {
-        engine.set_file_keeper(Arc::clone(link) as _);
+        engine.set_file_keeper(Arc::clone(link) as Arc<dyn FileKeeper>);
     }
     Ok(table)
 }
@@ -586,8 +586,8 @@ impl Part for Takeover {
         })
     }
 
-    fn stop(&self, stop: &mut StopContext) {
-        if stop.was_never_visible {
+    fn stop(&self, context: &mut StopContext) {
+        if context.was_never_visible {
             // Another firnd may still take over the mount.
             return;
         }

@@ -41,7 +41,7 @@ enum SourceKind {
 
 impl TokenSource {
     /// Opens the source of tokens that the options name; `None` if the mount has no tokens. A token is the lock that
-    /// gives a lane (I/O server) one writing host at a time.
+    /// lets one host at a time write to a lane (I/O server).
     ///
     /// With flock(2) the host takes its lease, a locked file in the backing. The lease shows other hosts that this one
     /// is alive, and thereby whether locks reach them.

@@ -127,11 +127,11 @@ impl Part for StubNames {
 
     /// Ends the stub tree (empty files on tmpfs): it stays if the arena still has data of its files, and is removed
     /// otherwise. This is called when no request comes any more.
-    fn stop(&self, stop: &mut StopContext) {
-        if stop.was_never_visible {
+    fn stop(&self, context: &mut StopContext) {
+        if context.was_never_visible {
             return;
         }
-        let tree_end = match (stop.arena_end, stop.held_policy) {
+        let tree_end = match (context.arena_end, context.held_policy) {
             (ArenaEnd::Keep, _) => TreeEnd::Keep,
             (ArenaEnd::Discard, _) => TreeEnd::Discard,
             (ArenaEnd::RemoveIfEmpty, HeldPolicy::Keep)
@@ -142,7 +142,7 @@ impl Part for StubNames {
             (ArenaEnd::RemoveIfEmpty, _) => TreeEnd::Remove,
         };
         let stubs = Arc::clone(&self.stubs);
-        stop.run_backing_work(move || stubs.end(tree_end));
+        context.run_backing_work(move || stubs.end(tree_end));
     }
 }
 

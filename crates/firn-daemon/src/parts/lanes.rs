@@ -57,8 +57,8 @@ impl Part for PlacedLanes {
         Some(placement::explain_lane(self.engine.backing(), path))
     }
 
-    fn stop(&self, stop: &mut StopContext) {
-        if !stop.has_backing_call_in_progress {
+    fn stop(&self, context: &mut StopContext) {
+        if !context.has_backing_call_in_progress {
             placement::finish_removals(self.engine.backing());
         }
     }

@@ -169,17 +169,17 @@ impl Part for WrittenLogs {
     }
 
     /// Stops the settler, the thread that makes plain files from logs, and then makes plain files from the logs that
-    /// remain, unless held data is to be kept. `stop` gets the files that stay in logs.
-    fn stop(&self, stop: &mut StopContext) {
+    /// remain, unless held data is to be kept. `context` gets the files that stay in logs.
+    fn stop(&self, context: &mut StopContext) {
         // Without a settler the part was not started, or it is stopped already.
         let Some(settler) = self.settler.lock().take() else {
             return;
         };
         let engine = Arc::clone(&self.engine);
         let flatten = self.flatten;
-        let flattens_now = stop.held_policy != HeldPolicy::Keep;
+        let flattens_now = context.held_policy != HeldPolicy::Keep;
         let (remaining_sender, remaining_receiver) = mpsc::channel();
-        stop.run_backing_work(move || {
+        context.run_backing_work(move || {
             settler.stop();
             let remaining = match engine.backing().log_layer() {
                 Some(logs) if flattens_now => settle_at_unmount(logs, flatten),
@@ -193,7 +193,7 @@ impl Part for WrittenLogs {
             error: flattens_now.then_some(Errno::TIMEDOUT),
             ..UnflattenedFiles::default()
         };
-        stop.remaining_in_logs = remaining_receiver.try_recv().unwrap_or(unknown);
+        context.remaining_in_logs = remaining_receiver.try_recv().unwrap_or(unknown);
     }
 }
 

@@ -200,13 +200,13 @@ impl Part for Transactions {
 
     /// Stops the threads that watch owners and hosts, and ends the transactions that this mount can end. Changes that
     /// wait for another transaction then fail.
-    fn stop(&self, stop: &mut StopContext) {
+    fn stop(&self, context: &mut StopContext) {
         let gate = Arc::clone(&self.gate);
         let owners = Arc::clone(&self.owners);
         let applier = Arc::clone(&self.applier);
         let rules = self.rules.clone();
-        let is_unseen = stop.was_never_visible;
-        stop.run_backing_work(move || {
+        let is_unseen = context.was_never_visible;
+        context.run_backing_work(move || {
             owners.stop();
             if let Some(rules) = &rules {
                 rules.stop();

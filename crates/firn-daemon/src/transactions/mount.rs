@@ -156,11 +156,11 @@ impl Mount<LoggableStore> for MountActions<'_> {
 
     fn begin_wait(&self) -> impl FnMut() -> bool {
         let deadline = Instant::now() + self.hosts_timeout;
-        let mut waits = READ_RETRY.start();
+        let mut backoff = READ_RETRY.start();
         move || {
             let is_in_time = Instant::now() < deadline;
             if is_in_time {
-                waits.sleep();
+                backoff.sleep();
             }
             is_in_time
         }
