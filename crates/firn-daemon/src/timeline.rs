@@ -32,7 +32,7 @@ impl Timeline {
         }
     }
 
-    /// Returns the pause before the next sample: an earlier one would fall into the same bucket.
+    /// Returns the pause before the next sample: the length of a bucket, but at most [`SAMPLE_EVERY_MAX`].
     pub(crate) fn sample_every(&self) -> Duration {
         self.bucket_length.min(SAMPLE_EVERY_MAX)
     }

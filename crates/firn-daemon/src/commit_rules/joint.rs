@@ -608,8 +608,8 @@ impl CommitRules {
         may_rotate: bool,
     ) -> Result<(), TransactionError> {
         let apply_result = self.decide_and_apply(transaction);
-        // If the transaction is gone, the part is applied and only the message to other hosts has failed. The thread
-        // sends that message again later.
+        // If the transaction is gone, the part is applied, so an error means only that the message to other hosts has
+        // failed. The thread sends that message again later.
         let store = self.gate.store();
         if store.transaction_numbered(transaction.serial).is_some() {
             apply_result?;

@@ -38,17 +38,20 @@ fn transaction_status(
         Stage::Decided(id) => (TransactionStage::Decided, Some(id)),
     };
     let pending_bytes = gate.engine().held_bytes_below(&figures.path_now);
-    let voted_hosts = match figures.stage {
-        Stage::Prepared(id) => list_voted_hosts(gate, id, &figures.scope),
-        _ => Vec::new(),
-    };
     let states = figures
         .states
         .iter()
         .map(|(state, count)| (state.to_string(), *count));
+    let owner = owners.owner_status(&figures.scope);
+    let age_seconds = owners.age_seconds(&figures.scope);
+    // This may wait for the backing, so it comes after the state of the owner.
+    let voted_hosts = match figures.stage {
+        Stage::Prepared(id) => list_voted_hosts(gate, id, &figures.scope),
+        _ => Vec::new(),
+    };
     TransactionStatus {
-        owner: owners.owner_status(&figures.scope),
-        age_seconds: owners.age_seconds(&figures.scope),
+        owner,
+        age_seconds,
         bytes: figures.written_bytes + pending_bytes,
         scope: figures.path_now.as_slice().into(),
         stage,
