@@ -10,7 +10,7 @@
 //! * An arena that holds data is never changed in shape and never removed here.
 //! * An arena that belongs to another backing, or has a spill file that another user could have made, is an error.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use firn_arena::{Arena, ArenaError, Damage, Identity, SpillFault, StoredPiece, Topology};
 use firn_engine::StoredArena;
@@ -97,8 +97,9 @@ impl Drop for NewArenaFiles {
 /// is none.
 ///
 /// An arena that holds data keeps its shape (the sizes of arena, chunks and spill file), even if the options differ. An
-/// empty arena of another shape is replaced. The caller has locked the arena file if it exists. `notice` is called with
-/// each message for the user.
+/// empty arena of another shape is replaced. Fails as [`refuse_foreign_arena`] and [`report_damage`] say.
+///
+/// The caller has locked the arena file if it exists. `notice` is called with each message for the user.
 pub(crate) fn find_or_create_arena(
     target: &AttachTarget<'_>,
     identity: &Identity,
@@ -114,20 +115,22 @@ pub(crate) fn find_or_create_arena(
         Some(dir) => Topology::read(dir),
         None => Topology::one(),
     };
-    let create = || Arena::create_on(path, geometry, identity, &spill_path, &topology);
+    let create_arena = || Arena::create_on(path, geometry, identity, &spill_path, &topology);
     if !exists(path) {
-        return Ok(FoundArena::Fresh(Box::new(create()?)));
+        return Ok(FoundArena::Fresh(Box::new(create_arena()?)));
     }
     let (arena, stored, damage) = Arena::attach_on(path, &topology)?;
-    check_existing_arena(target, identity, &arena, &damage, notice)?;
+    refuse_foreign_arena(path, identity, &arena)?;
+    report_damage(target, identity, &arena, &damage, notice)?;
     let is_damaged = !damage.is_empty();
     let has_wanted_shape = *arena.geometry() == geometry && spill::is_at(&arena, &spill_path);
     if has_wanted_shape && arena.spill_fault().is_none() {
         return Ok(FoundArena::used(arena, stored, is_damaged));
     }
-    if stored.is_empty() && !is_damaged && !journal_has_work(&arena) {
+    let is_empty = stored.is_empty() && !is_damaged && !journal_has_work(&arena);
+    if is_empty {
         remove_empty_arena(arena)?;
-        return Ok(FoundArena::Fresh(Box::new(create()?)));
+        return Ok(FoundArena::Fresh(Box::new(create_arena()?)));
     }
     let present = arena.geometry();
     notice(format!(
@@ -140,12 +143,28 @@ pub(crate) fn find_or_create_arena(
     Ok(FoundArena::used(arena, stored, is_damaged))
 }
 
-/// Reports the damage of an existing arena, the shared memory with the bytes that the backing lacks. The spill file has
-/// the part of these bytes for which the memory was too small.
+/// Fails if an existing arena was made for another backing.
+fn refuse_foreign_arena(
+    path: &Path,
+    identity: &Identity,
+    arena: &Arena,
+) -> Result<(), AttachError> {
+    let arena_backing = PathBuf::from(os_string(&arena.superblock().backing_path));
+    if arena_backing != identity.backing {
+        return Err(AttachError::ArenaForeign {
+            path: path.to_owned(),
+            found: quoted_path(&arena_backing),
+        });
+    }
+    Ok(())
+}
+
+/// Reports each damaged part of an existing arena to the user. The arena is shared memory with the bytes that the
+/// backing lacks; the spill file on a disk has those bytes that did not fit in memory.
 ///
-/// Fails if the arena was made for another backing, if another user could have made its spill file, or if a mount would
-/// lose data with the spill file. A recovery may continue without that data.
-fn check_existing_arena(
+/// Fails if another user could have made the spill file, or if a mount would lose data with that file. A recovery may
+/// continue without that data.
+fn report_damage(
     target: &AttachTarget<'_>,
     identity: &Identity,
     arena: &Arena,
@@ -153,26 +172,19 @@ fn check_existing_arena(
     notice: &mut dyn FnMut(String),
 ) -> Result<(), AttachError> {
     let path = &target.files.arena;
-    let arena_backing = PathBuf::from(os_string(&arena.superblock().backing_path));
-    if arena_backing != identity.backing {
-        return Err(AttachError::ArenaForeign {
-            path: path.clone(),
-            found: quoted_path(&arena_backing),
-        });
-    }
     if let Some(fault @ SpillFault::Distrusted { .. }) = arena.spill_fault() {
         return Err(ArenaError::Spill(fault.clone()).into());
     }
-    for damage in damage {
-        notice(format!("arena {}: {damage}", quoted_path(path)));
+    for damaged_part in damage {
+        notice(format!("arena {}: {damaged_part}", quoted_path(path)));
     }
-    let Some(fault) = arena.spill_fault() else {
+    let Some(spill_fault) = arena.spill_fault() else {
         return Ok(());
     };
-    let fault = fault.to_string();
+    let fault = spill_fault.to_string();
     let has_lost_data = damage
         .iter()
-        .any(|damage| matches!(damage, Damage::Spill { .. }));
+        .any(|damaged_part| matches!(damaged_part, Damage::Spill { .. }));
     if has_lost_data && target.purpose == AttachPurpose::Mount {
         return Err(AttachError::SpillGone {
             arena: path.clone(),

@@ -15,7 +15,7 @@ use crate::attach::AttachedArena;
 use crate::commit_rules::{self, CommitRules};
 use crate::data_socket::DataSocket;
 use crate::error::MountError;
-use crate::file_locks::{self, MountWithLocks};
+use crate::file_locks::{self, FileLockParams};
 use crate::frontend::Frontend;
 use crate::gate::TransactionGate;
 use crate::host_name::shown_host_name;
@@ -29,8 +29,8 @@ use crate::prepared::{MountSetup, PreparedFrontend};
 use crate::store::Layers as _;
 use crate::takeover::{TakenOverMount, Takeover};
 
-/// A mount that programs see.
-pub(crate) struct Assembled {
+/// A mount with its started parts and frontend; programs see it.
+pub(crate) struct StartedMount {
     pub(crate) parts: Parts,
     pub(crate) frontend: Frontend,
 }
@@ -38,7 +38,7 @@ pub(crate) struct Assembled {
 impl MountSetup<'_> {
     /// Starts all parts and then the frontend, which makes the mount visible. After a failure all parts are stopped,
     /// including those of [`AttachedArena`].
-    pub(crate) fn assemble(&self) -> Result<Assembled, MountError> {
+    pub(crate) fn assemble(&self) -> Result<StartedMount, MountError> {
         let mut parts = self.attached.parts.clone();
         let assembled = self.add_and_start_parts(&mut parts);
         if assembled.is_err() {
@@ -59,35 +59,48 @@ impl MountSetup<'_> {
         }
     }
 
-    /// Adds the parts of the mount (its features, such as the sockets) to `parts`, starts all of them, and then starts
-    /// the frontend, by which programs see the mount. After a failure, the caller stops all parts in `parts`.
-    fn add_and_start_parts(&self, parts: &mut Vec<Arc<dyn Part>>) -> Result<Assembled, MountError> {
+    /// Starts the parts of the mount (its features, such as the sockets), and then the frontend, by which programs see
+    /// the mount. Each part is added to `parts` before it starts. After a failure, the caller stops all of `parts`.
+    fn add_and_start_parts(
+        &self,
+        parts: &mut Vec<Arc<dyn Part>>,
+    ) -> Result<StartedMount, MountError> {
         let data_socket_path = self.attached.files.socket.with_extension("data");
         let gate = self.make_gate();
         let takeover = self.prepare_takeover();
-        parts.push(Arc::clone(&takeover) as _);
-        let file_locks = file_locks::start(&MountWithLocks {
+        parts.push(Arc::clone(&takeover) as Arc<dyn Part>);
+        let file_locks = file_locks::start(&FileLockParams {
             backing: &self.checked.backing,
             engine: &self.attached.engine,
             options: self.options,
             link: self.link.as_ref(),
             taken_over: self.taken_over,
         })?;
-        let prepared =
+        let prepared_frontend =
             PreparedFrontend::new(self, &data_socket_path, gate.clone(), file_locks.clone())?;
-        self.add_parts(parts, &data_socket_path, gate, file_locks, &prepared)?;
-        let parts = Parts::new(parts.clone());
+        self.add_parts(
+            parts,
+            &data_socket_path,
+            gate,
+            file_locks,
+            &prepared_frontend,
+        )?;
+        // The caller keeps the list too, so that it can stop the parts after a failure.
+        let all_parts = Parts::new(parts.clone());
         // The control socket listens before the mount is visible, because `firn status` must work from that moment on.
-        parts.start()?;
+        all_parts.start()?;
         let arena = self.attached.engine.arena();
         // Messages of other processes name this process and its mount point.
         arena.set_holder(std::process::id(), &self.checked.mount_point);
-        let invalidate_cache = prepared.cache_invalidator();
-        let frontend = prepared.start(self, &data_socket_path, &takeover)?;
+        let invalidate_cache = prepared_frontend.cache_invalidator();
+        let frontend = prepared_frontend.start(self, &data_socket_path, &takeover)?;
         if let Some(taken_over) = self.taken_over {
             taken_over.invalidate_lost_names(self.attached, &invalidate_cache);
         }
-        Ok(Assembled { parts, frontend })
+        Ok(StartedMount {
+            parts: all_parts,
+            frontend,
+        })
     }
 
     /// Prepares the mount for a takeover by another firnd, which happens if this firnd dies.
@@ -119,7 +132,7 @@ impl MountSetup<'_> {
         } = self.attached;
         let options = self.options;
         // This part stops after the last drains. So its last report has the data that remains in the arena.
-        if let Some(lease_state) = &self.attached.lease_state {
+        if let Some(lease_state) = &self.attached.report_lease {
             parts.push(HostReports::new(
                 self.mount_identity(),
                 Arc::clone(lease_state),
@@ -136,7 +149,7 @@ impl MountSetup<'_> {
         if let Some(locks) = &file_locks {
             parts.push(Arc::new(LocksOfFiles(Arc::clone(locks))));
         }
-        if engine.backing().logged().is_some() {
+        if engine.backing().log_layer().is_some() {
             parts.push(if options.read_only {
                 Arc::new(ReadLogs(Arc::clone(engine)))
             } else {
@@ -182,23 +195,25 @@ impl MountSetup<'_> {
         } = self.attached;
         let options = self.options;
         let invalidate_cache = prepared.cache_invalidator();
+        // The longest wait for other hosts that take part in the same transaction.
         let hosts_timeout = Duration::from_millis(options.participants_wait_ms);
         let rules = match options.rules.as_slice() {
             [] => None,
-            rule_words => Some(CommitRules::new(
+            rule_texts => Some(CommitRules::new(
                 gate,
-                commit_rules::load(rule_words)?,
+                commit_rules::load(rule_texts)?,
                 &invalidate_cache,
                 hosts_timeout,
             )?),
         };
         let transactions = Transactions::new(gate, hosts_timeout, &invalidate_cache, rules)?;
+        // An undone scope is the directory of a transaction that was aborted because its firnd died.
         if let Some(taken_over) = self.taken_over {
             let stored = &taken_over.resumed.contents.transactions;
             transactions.resume(stored, &self.attached.undone_scopes);
         }
         parts.push(transactions);
-        if let Some(lease) = &self.attached.host_lease {
+        if let Some(lease) = &self.attached.commit_lease {
             let lease = Arc::clone(lease);
             parts.push(Participation::new(gate, lease, &invalidate_cache, workers));
         }

@@ -53,10 +53,10 @@ pub(crate) struct AttachedArena {
     pub(crate) files: RuntimeFiles,
     pub(crate) workers: Workers,
     pub(crate) io_threads: Arc<IoThreads>,
-    /// State of this host's lease, if several hosts commit together.
-    pub(crate) host_lease: Option<Arc<LeaseState>>,
-    /// State of this host's lease, which carries reports to other hosts; `None` if this host has no lease.
-    pub(crate) lease_state: Option<Arc<LeaseState>>,
+    /// State of this host's lease, on which transactions of several hosts depend; `None` if there are none.
+    pub(crate) commit_lease: Option<Arc<LeaseState>>,
+    /// State of the same lease, which carries reports to other hosts; `None` if this host has no lease.
+    pub(crate) report_lease: Option<Arc<LeaseState>>,
     /// The parts in the order of their start: from the locks that exclude other processes to the I/O threads.
     pub(crate) parts: Vec<Arc<dyn Part>>,
 }
@@ -150,13 +150,13 @@ impl AttachedArena {
             files: files.clone(),
             is_damaged,
         }));
-        if engine.backing().placed().is_some() {
+        if engine.backing().lane_layer().is_some() {
             parts.push(PlacedLanes::new(&engine, &workers));
         }
-        parts.push(Arc::clone(&io_threads) as _);
+        parts.push(Arc::clone(&io_threads) as Arc<dyn Part>);
         new_arena_files.keep();
-        let host_lease = locks.transaction_lease_state();
-        let lease_state = locks.host_lease().state();
+        let commit_lease = locks.transaction_lease_state();
+        let report_lease = locks.host_lease().state();
         let mut first_parts: Vec<Arc<dyn Part>> = vec![HeldLocks::new(locks)];
         first_parts.extend(token_source.map(HeldValue::into_part));
         parts.splice(..0, first_parts);
@@ -167,14 +167,14 @@ impl AttachedArena {
             files: files.clone(),
             workers,
             io_threads,
-            host_lease,
-            lease_state,
+            commit_lease,
+            report_lease,
             parts,
         })
     }
 
     /// Stops the parts of an arena that programs have not seen yet. `arena_end` says what happens to the arena.
-    pub(crate) fn stop_unseen(mut self, arena_end: ArenaEnd) {
+    pub(crate) fn stop_before_visible(mut self, arena_end: ArenaEnd) {
         let parts = std::mem::take(&mut self.parts);
         Parts::new(parts).stop(&mut StopContext::unseen(arena_end));
     }
@@ -233,14 +233,14 @@ fn start_engine(
     }
 }
 
-/// Starts the threads that drain the arena to the backing. A lane is one I/O server; a token is the lock that gives it
-/// one writing host. With a `token_source`, the threads get one token for each lane.
+/// Starts the threads that drain the arena to the backing. With a `token_source`, they write to a lane (one I/O server)
+/// only under its token, the lock that lets one host at a time write there.
 fn start_io_threads(
     engine: &Arc<Engine<Store>>,
     options: &Options,
     token_source: Option<&TokenSource>,
 ) -> Result<Arc<IoThreads>, AttachError> {
-    let threads = firn_drain::IoThreads {
+    let pool_options = firn_drain::IoThreads {
         count: options.io_threads as usize,
         lane_writers_max: match options.lane_writers {
             // 0 means no limit.
@@ -250,25 +250,22 @@ fn start_io_threads(
         cpu_percent: options.drain_cpu_percent,
     };
     let lane_count = engine.drainer.lanes().count();
-    let tokens = match token_source {
-        Some(source) => Some(
-            source
-                .start(lane_count)
-                .map_err(AttachError::io("start the threads of the tokens"))?,
-        ),
-        None => None,
-    };
-    let pool = Pool::start(Arc::clone(engine), threads, tokens)
+    let tokens = token_source
+        .map(|source| source.start(lane_count))
+        .transpose()
+        .map_err(AttachError::io("start the threads of the tokens"))?;
+    let pool = Pool::start(Arc::clone(engine), pool_options, tokens)
         .map_err(AttachError::io("start the I/O threads"))?;
     Ok(IoThreads::new(pool))
 }
 
-/// Warns if other users may rename `.firn`, in which the backing has Firn's own files, while it may have transactions
-/// or logs. Without `.firn`, files would silently have earlier contents. This is no reason to refuse the mount, because
-/// the user has chosen the backing.
+/// Warns if other users may rename `.firn`, the directory in the backing for Firn's own files, while that directory may
+/// have transactions or logs. After such a rename their data is not found, and files silently show earlier contents.
+/// This is no reason to refuse the mount, because the user has chosen the backing.
 fn warn_of_exposed_firn_dir(backing: &Path, options: &Options, notice: &mut dyn FnMut(String)) {
     let will_use_firn_dir = options.drain == Drain::Commit || options.layout == Layout::Log;
-    if !will_use_firn_dir && !exists(&backing.join(firn_hosts::own::TOP)) {
+    let firn_dir = backing.join(firn_hosts::own::TOP);
+    if !will_use_firn_dir && !exists(&firn_dir) {
         return;
     }
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
@@ -300,8 +297,8 @@ fn compare_with_other_hosts(
     lease: &mut HostLease,
     notice: &mut dyn FnMut(String),
 ) -> Result<Arc<dyn Part>, AttachError> {
-    let serves_logs = store.logged().is_some();
-    publish_terms_of_lanes(target, serves_logs, lease, notice)?;
+    let serves_logs = store.log_layer().is_some();
+    publish_mount_options(target, serves_logs, lease, notice)?;
     let comparison =
         PeerComparison::compare_before_mount(target.backing, target.options, serves_logs, notice)?;
     Ok(Peers::new(comparison, workers))
@@ -332,8 +329,9 @@ fn lock_and_find_arena(
 /// nothing for a read-only mount, or for one that neither shares I/O servers nor wants a partner.
 ///
 /// The description is written to this host's lease, a locked file in the backing that shows that the host is alive.
-/// Only the comparison needs this lease, so a lease that cannot be used is reported and is no error.
-fn publish_terms_of_lanes(
+/// Only the comparison needs this lease, so a lease that cannot be used is reported and is no error. `serves_logs` says
+/// whether the mount keeps the writes to files in logs, which is part of the description.
+fn publish_mount_options(
     target: &AttachTarget<'_>,
     serves_logs: bool,
     lease: &mut HostLease,
@@ -349,14 +347,23 @@ fn publish_terms_of_lanes(
     }
     let terms = terms_from_options(options, serves_logs);
     match lease.begin_use(LeaseUse::Lanes, &host_name(options)?, &terms) {
-        Err(reason @ (AttachError::TokensDoNotReach { .. } | AttachError::HostHeld { .. })) => {
+        Err(reason) if is_lease_unusable(&reason) => {
             notice(format!(
                 "other hosts cannot see the options of this mount: {reason}"
             ));
             Ok(())
         }
-        used => used,
+        result => result,
     }
+}
+
+/// Returns whether an error means that this host cannot have its lease: locks do not reach other hosts, or another
+/// process has the lease.
+fn is_lease_unusable(error: &AttachError) -> bool {
+    matches!(
+        error,
+        AttachError::TokensDoNotReach { .. } | AttachError::HostHeld { .. }
+    )
 }
 
 /// Converts the options of the mount to those of the engine, which manages its files. Only the size of a chunk (a unit

@@ -271,7 +271,7 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
     let FoundBackup { dir, log } = find_one_backup(request)?;
     let files = find_runtime_files(&backing, &request.options)?;
     if exists(&files.arena) {
-        return Err(RecoverError::BackupArena {
+        return Err(RecoverError::ArenaExists {
             arena: files.arena,
             backing,
         });
@@ -279,7 +279,7 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
     let mut locks = Locks::acquire_unmounted(&backing, &files, LockSharing::Exclusive)?;
     let lower_store = open_lower_store_unmounted(&backing, &request.options, locks.host_lease())?;
     let backup_store = store_without_layers(open_transaction_backup(&dir)?);
-    let (store, _) =
+    let (store, _recovered) =
         TransactionalBacking::open(lower_store).map_err(AttachError::transactions(&backing))?;
     let mut report = BackupReport {
         id: log.id,
@@ -288,10 +288,12 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
         ..BackupReport::default()
     };
     let transaction_name = dir.file_name().unwrap_or_default();
-    let revived = store
-        .revival
-        .revive(&backup_store, &backup_store.root(), transaction_name, &log);
-    match revived {
+    let prepare_result =
+        store
+            .revival
+            .revive(&backup_store, &backup_store.root(), transaction_name, &log);
+    let was_applied_before = matches!(prepare_result, Err(ReviveError::Applied { .. }));
+    match prepare_result {
         Ok(()) => {}
         // An earlier call, or the mount itself, has committed this transaction.
         Err(ReviveError::Applied { .. }) => {
@@ -300,21 +302,28 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
         }
         Err(ReviveError::Overlaps { scope }) => {
             let scope = shown_scope(scope.as_bytes());
-            return Err(RecoverError::BackupOpen { scope, backing });
+            return Err(RecoverError::ScopeBusy { scope, backing });
         }
         Err(error) => return Err(AttachError::transactions(&backing)(error).into()),
     }
-    if request.id.is_some() && !report.before {
-        let Some(prepared) = store.current_transaction(&log.scope) else {
-            return Err(CommitError::Stage(StageError::NoTransaction).into());
-        };
-        prepared.decide(log.id)?.apply()?;
+    let must_commit = request.id.is_some() && !was_applied_before;
+    if must_commit {
+        commit_prepared(&store, &log)?;
         report.committed = true;
     }
     if report.committed {
         remove_applied_backup(&dir);
     }
     Ok(report)
+}
+
+/// Commits the prepared transaction of a backup, and applies the commit: makes its changes in the backing.
+fn commit_prepared(store: &TransactionalStore, log: &ChangeLog) -> Result<(), RecoverError> {
+    let Some(prepared) = store.current_transaction(&log.scope) else {
+        return Err(CommitError::Stage(StageError::NoTransaction).into());
+    };
+    prepared.decide(log.id)?.apply()?;
+    Ok(())
 }
 
 /// Removes the backup of a commit that is applied.
@@ -357,8 +366,8 @@ struct BackupSearch<'a> {
     request: &'a FromBackup,
     /// The backups that match the request.
     matches: Vec<FoundBackup>,
-    /// Descriptions of all other backups, for an error.
-    others: Vec<String>,
+    /// Descriptions of the backups that do not match or cannot be used, for an error.
+    rejected: Vec<String>,
 }
 
 /// Returns the only backup of a transaction that matches the request: it lies at or below the named directory, and has
@@ -371,18 +380,18 @@ fn find_one_backup(request: &FromBackup) -> Result<FoundBackup, RecoverError> {
     let mut search = BackupSearch {
         request,
         matches: Vec::new(),
-        others: Vec::new(),
+        rejected: Vec::new(),
     };
     // The user may name the directory of the option, the directory of one mount, or that of one transaction.
     let top = request.dir.canonicalize().map_err(unusable)?;
-    if !search.examine(&top)? {
+    if !search.add_if_backup(&top)? {
         for mount in list_subdirectories(&top).map_err(unusable)? {
-            if search.examine(&mount)? {
+            if search.add_if_backup(&mount)? {
                 continue;
             }
             // A directory of another user cannot be read when users share the parent, so it is skipped.
             for transaction in list_subdirectories(&mount).unwrap_or_default() {
-                search.examine(&transaction)?;
+                search.add_if_backup(&transaction)?;
             }
         }
     }
@@ -401,16 +410,16 @@ fn list_subdirectories(dir: &Path) -> io::Result<Vec<PathBuf>> {
 }
 
 impl BackupSearch<'_> {
-    /// Returns whether `dir` is the directory of a transaction's backup, which its manifest file shows. If it is, the
-    /// backup is added to `matches`, or with a text to `others` if it cannot be used or has another number.
-    fn examine(&mut self, dir: &Path) -> Result<bool, RecoverError> {
+    /// Adds the backup of a transaction in `dir` to `matches`, or its description to `rejected` if it cannot be used or
+    /// does not have the wanted id. Returns whether `dir` is the directory of a backup: it has a manifest file.
+    fn add_if_backup(&mut self, dir: &Path) -> Result<bool, RecoverError> {
         if !dir.join(MANIFEST).is_file() {
             return Ok(false);
         }
         let store = match open_transaction_backup(dir) {
             Ok(store) => store,
             Err(error @ AttachError::Trust(_)) => {
-                self.others.push(error.to_string());
+                self.rejected.push(error.to_string());
                 return Ok(true);
             }
             Err(error) => return Err(error.into()),
@@ -422,12 +431,12 @@ impl BackupSearch<'_> {
             }
             Some(Ok(log)) => {
                 let quoted_dir = quoted_path(dir);
-                self.others
+                self.rejected
                     .push(format!("{quoted_dir} has one with id {}", log.id));
             }
             Some(Err(error)) => {
                 let manifest = dir.join(MANIFEST);
-                self.others
+                self.rejected
                     .push(format!("{}: {error}", quoted_path(&manifest)));
             }
             // The manifest was removed after the test above.
@@ -448,7 +457,7 @@ impl BackupSearch<'_> {
                     .map(|backup| format!("{} (id {})", quoted_path(&backup.dir), backup.log.id))
                     .collect();
                 let all = descriptions.join(", ");
-                Err(RecoverError::BackupSeveral { all })
+                Err(RecoverError::SeveralBackups { all })
             }
         }
     }
@@ -460,12 +469,12 @@ impl BackupSearch<'_> {
             Some(id) => format!(" with id {id}"),
             None => String::new(),
         };
-        let others = if self.others.is_empty() {
+        let others = if self.rejected.is_empty() {
             String::new()
         } else {
-            format!(" ({})", self.others.join("; "))
+            format!(" ({})", self.rejected.join("; "))
         };
-        RecoverError::BackupNone {
+        RecoverError::NoMatchingBackup {
             dir: self.request.dir.clone(),
             wanted,
             others,

@@ -1,4 +1,4 @@
-//! `firn check`: reads an arena, or the logs of files in a backing, and reports their contents and each damage. The
+//! `firn check`: reads an arena, or the logs of files in a backing, and reports their contents and damaged parts. The
 //! arena is shared memory with the bytes that are not in the backing yet; a log is one host's writes to a file.
 //!
 //! Promise: a check changes nothing, so it may run beside a firnd, the process that serves a mount.
@@ -28,7 +28,7 @@ pub struct CheckReport {
     pub in_use: bool,
     /// The backing that the arena was made for, if the arena names one.
     pub backing: Option<BytePath>,
-    /// Number of times that a firnd has opened the arena.
+    /// Number of times that a firnd has opened the arena; each opening starts a new epoch.
     pub epoch: u64,
     /// Bytes of all chunks.
     pub arena_bytes: u64,
@@ -39,22 +39,23 @@ pub struct CheckReport {
     pub spill: Option<PathBuf>,
     /// Bytes of the spill file.
     pub spill_bytes: u64,
-    /// The fault that makes the spill file unusable; `None` if there is no spill file, or it can be used.
+    /// The fault that makes the spill file unusable; `None` if there is no spill file, or it can be used. A
+    /// fault is also described in `damage`.
     #[serde(skip)]
     pub(crate) spill_fault: Option<SpillFault>,
     /// Number of records in the journal.
     pub journal_records: u64,
-    /// Number of file ids in the journal: files that had data which only the arena held.
+    /// Number of files in the journal. Each has or had data that only the arena held.
     pub files: u64,
     /// Number of pieces (recorded appends) that wait to be drained.
     pub pieces: u64,
     /// Bytes of these pieces.
     pub held_bytes: u64,
-    /// The damage, one entry each; empty if the arena is undamaged.
+    /// The damaged parts of the arena; empty if it is undamaged.
     pub damage: Vec<Damage>,
 }
 
-/// One damage of an arena.
+/// One damaged part of an arena.
 #[derive(Clone, Debug, Serialize)]
 pub struct Damage {
     /// The damaged part: superblock, journal, piece table, spill file or memory file.
@@ -78,7 +79,7 @@ impl CheckReport {
 /// What a check found in the logs of a backing with layout=log.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct LogsReport {
-    /// The backing whose `.firn/log` was read.
+    /// The backing of which `.firn/log` was read.
     #[serde(with = "firn_protocol::path::exact")]
     pub backing: PathBuf,
     /// Number of containers: one holds the logs of one generation of a file.
@@ -107,7 +108,7 @@ pub struct LogFinding {
 /// Reads the logs of a backing (each has one host's writes to a file) and returns each fault. `notice` is called with a
 /// message for each lane, a directory with data of files, that cannot be reached.
 ///
-/// Fails if the backing, its record of lanes or its directory of logs cannot be read.
+/// Fails if the backing, the list of its lanes or its directory of logs cannot be read.
 pub fn check_logs(
     backing: &Path,
     notice: &mut dyn FnMut(String),
@@ -117,11 +118,12 @@ pub fn check_logs(
         source,
     };
     let directory = DirBacking::open(backing).map_err(unreadable)?;
-    let verified = match placement::open_to_read(backing, directory, notice)? {
+    // The logs lie in the lanes if the backing has some, and otherwise in the backing itself.
+    let verify_result = match placement::open_to_read(backing, directory, notice)? {
         PlaceableStore::Upper(lanes) => firn_log::verify(&lanes),
         PlaceableStore::Lower(directory) => firn_log::verify(&directory),
-    }
-    .map_err(|errno| unreadable(errno.into()))?;
+    };
+    let verified = verify_result.map_err(|errno| unreadable(errno.into()))?;
     let findings = verified.findings.into_iter().map(|finding| LogFinding {
         message: finding.to_string(),
         is_harmless: finding.fault.is_harmless(),
@@ -138,7 +140,7 @@ pub fn check_logs(
 }
 
 /// Reads the arena file `arena`, the memory with bytes that the backing lacks, and returns a report of its contents and
-/// each damage. It changes nothing, and a firnd may use the arena meanwhile.
+/// damaged parts. It changes nothing, and a firnd may use the arena meanwhile.
 ///
 /// Fails if the file is no arena, or cannot be read.
 pub fn check(arena: &Path) -> Result<CheckReport, CheckError> {
@@ -203,8 +205,11 @@ fn damage_of_whole_part(part: &str, damage: &impl ToString) -> Damage {
     }
 }
 
-/// Describes one damage for the report. The piece table records the appends in the arena; the spill file is the arena's
-/// extension on a disk; a memory file has all bytes of one large file.
+/// Describes one damaged part for the report.
+///
+/// The arena has chunks, each divided into slabs. The piece table has a record of each append in a slab, and words that
+/// say how a chunk and its slabs are used. The spill file is the arena's extension on a disk, and a memory file has all
+/// bytes of one large file; a slot is the place of a chunk in such a file.
 fn describe_damage(damage: &ArenaDamage) -> Damage {
     let (part, place) = match damage {
         ArenaDamage::ClassWord { chunk, .. } | ArenaDamage::HomeWord { chunk, .. } => {

@@ -99,7 +99,7 @@ impl CheckpointLog {
         let seconds = event.at.saturating_duration_since(self.began).as_secs_f64();
         let begins_work = matches!(event.change, FileChange::Opened | FileChange::Held);
         let number = match event.path.as_deref().and_then(find_checkpoint) {
-            Some(checkpoint) if begins_work => self.find_or_add(&checkpoint, seconds),
+            Some(checkpoint) if begins_work => Some(self.find_or_add(&checkpoint, seconds)),
             Some(checkpoint) => self.find_and_update_path(&checkpoint),
             None => self.checkpoint_of_file.get(&event.inode).copied(),
         };
@@ -138,18 +138,13 @@ impl CheckpointLog {
     }
 
     /// Returns the number of a checkpoint, and stores its newest path. If it is not tracked, it is added as one that
-    /// began at `began_seconds`. The oldest checkpoint is dropped if the table is full. `None` cannot occur, because a
-    /// full table has an oldest checkpoint.
-    fn find_or_add(&mut self, checkpoint: &CheckpointPath<'_>, began_seconds: f64) -> Option<u64> {
+    /// began at `began_seconds`. The oldest checkpoint is dropped if the table is full.
+    fn find_or_add(&mut self, checkpoint: &CheckpointPath<'_>, began_seconds: f64) -> u64 {
         if let Some(number) = self.find_and_update_path(checkpoint) {
-            return Some(number);
+            return number;
         }
-        while self.tracked.len() >= CHECKPOINTS_MAX {
-            let (oldest_number, oldest) = self.tracked.pop_first()?;
-            self.numbers_by_key.remove(&oldest.key);
-            self.checkpoint_of_file
-                .retain(|_, number| *number != oldest_number);
-            self.forgotten += 1;
+        if self.tracked.len() >= CHECKPOINTS_MAX {
+            self.drop_oldest();
         }
         let number = self.next_number;
         self.next_number += 1;
@@ -169,7 +164,18 @@ impl CheckpointLog {
                 ..TrackedCheckpoint::default()
             },
         );
-        Some(number)
+        number
+    }
+
+    /// Stops tracking the oldest checkpoint and its files, and counts it as forgotten.
+    fn drop_oldest(&mut self) {
+        let Some((oldest_number, oldest)) = self.tracked.pop_first() else {
+            return;
+        };
+        self.numbers_by_key.remove(&oldest.key);
+        self.checkpoint_of_file
+            .retain(|_, number| *number != oldest_number);
+        self.forgotten += 1;
     }
 }
 
@@ -227,8 +233,8 @@ impl TrackedCheckpoint {
     }
 }
 
-/// Returns the checkpoint that a path belongs to: its first component with a name such as `step_5` or `step_5.tmp`.
-/// `None` if no component has such a name.
+/// Returns the checkpoint that a path belongs to: the path up to the first component that is named like `step_5`, or
+/// like the unfinished `step_5.tmp`. `None` if no component has such a name.
 fn find_checkpoint(path: &[u8]) -> Option<CheckpointPath<'_>> {
     let mut name_start = 0;
     for name in path.split(|byte| *byte == b'/') {

@@ -66,7 +66,7 @@ impl CommitApplier {
             Ok(started) => *thread = Some(started),
             Err(error) => {
                 tracing::warn!(%error, "cannot start a thread: the commit is applied now");
-                apply_commits(&self.gate);
+                apply_and_announce_commits(&self.gate);
             }
         }
     }
@@ -87,7 +87,7 @@ impl ApplierShared {
     /// Makes the changes of decided commits in the backing, until [`CommitApplier::stop`]. This is the main function of
     /// the thread.
     fn apply_until_stopped(&self, gate: &TransactionGate) {
-        let mut waits = RETRY.start();
+        let mut backoff = RETRY.start();
         loop {
             let mut flags = self.flags.lock();
             while !flags.has_work && !flags.is_stopping {
@@ -99,31 +99,32 @@ impl ApplierShared {
             flags.has_work = false;
             // The backing may be slow, so the lock is not held during the attempt.
             drop(flags);
-            if apply_commits(gate) {
-                waits.reset();
+            if apply_and_announce_commits(gate) {
+                backoff.reset();
                 continue;
             }
             // The attempt failed: the thread pauses, and a new commit or the stop ends the pause.
             let mut flags = self.flags.lock();
             if !flags.has_work && !flags.is_stopping {
-                self.changed.wait_for(&mut flags, waits.next_wait());
+                self.changed.wait_for(&mut flags, backoff.next_wait());
             }
             if flags.has_work {
-                waits.reset();
+                backoff.reset();
             }
+            // The failed commit is still to be applied.
             flags.has_work = true;
         }
     }
 }
 
-/// Applies all commits that wait: makes their changes in the backing. Then informs other hosts of them. Returns false
-/// if something failed, so that the caller tries again.
-fn apply_commits(gate: &TransactionGate) -> bool {
-    let mut is_complete = true;
+/// Applies all commits that wait: makes their changes in the backing. Then informs other hosts of the applied commits.
+/// Returns false if something failed, so that the caller tries again.
+fn apply_and_announce_commits(gate: &TransactionGate) -> bool {
+    let mut all_succeeded = true;
     for commit in gate.store().commits_to_apply() {
         let last_error = commit.last_error();
         if let Err(error) = crate::transactions::apply_commit(gate, &commit) {
-            is_complete = false;
+            all_succeeded = false;
             // A repeated failure of the same cause is logged once.
             if last_error.as_deref() != Some(&error.to_string()) {
                 let scope = shown_scope(commit.scope());
@@ -132,9 +133,9 @@ fn apply_commits(gate: &TransactionGate) -> bool {
         }
     }
     if let Err(error) = gate.store().leave_applied_commits() {
-        is_complete = false;
-        // The first attempt belongs to the commit itself, which has logged its failure.
+        all_succeeded = false;
+        // Applying the commit included a first attempt to inform them, and its failure was logged then.
         tracing::debug!(%error, "other hosts cannot be informed of an applied commit; firnd tries again");
     }
-    is_complete
+    all_succeeded
 }

@@ -2,21 +2,22 @@
 //! changes are one checkpoint, and which change completes it. This file begins, commits and aborts the transaction of
 //! each checkpoint.
 //!
+//! Terms
+//! * The *machine*, the state machine of the rules, decides what to do after each event, and never calls anything.
+//! * The *gate* stops changes of programs during a begin or commit.
+//! * A pidfd is a file descriptor by which firnd sees that a process has ended.
+//!
 //! ```text
 //!   firn-fuse ── before, after a change, close ──► CommitRules ──► firn_rules::Machine
 //!                                                      │ begin, join, commit, abort
 //!   exits of writers (pidfd) ────────────────────► ────┘ ──► gate, firn-transact
 //! ```
 //!
-//! The machine decides what to do after each event, and never calls anything. The *gate* stops changes of programs
-//! during a begin or commit.
-//!
 //! Promises
 //! * A change in a scope (the names of one checkpoint) is made only while the transaction of the scope is open;
 //!   otherwise it waits. So no change of a program comes between a commit and the begin that follows it.
 //! * The lock of the table of transactions is held only briefly, and never during a call of the backing directory.
-//! * A thread that carries out an abort serves no request of the kernel, so the kernel never waits for something that
-//!   this thread holds.
+//! * An abort cannot deadlock with the kernel: the thread that carries it out serves no request of the kernel.
 
 mod descriptors;
 mod exits;
@@ -50,11 +51,13 @@ use firn_transact::{Expected, TransactionError, TransactionHandle};
 use parking_lot::Condvar;
 
 use self::exits::ExitWatcher;
-use self::joint::{EventKind, JointCommit, JointOutcome, JointResult, JointSettings};
+use self::joint::{
+    BEGIN_RETRY_EVERY, EventKind, JointCommit, JointOutcome, JointResult, JointSettings,
+};
 use crate::error::MountError;
 use crate::gate::TransactionGate;
 use crate::parts::InvalidateCache;
-use crate::process::find_process;
+use crate::process::process_of_thread;
 
 /// Maximum time that a close waits for a child's exec. A child that executes no other program keeps its descriptors.
 const EXEC_TIMEOUT: Duration = Duration::from_secs(1);
@@ -100,7 +103,7 @@ pub(crate) struct CommitRules {
     has_no_scope: AtomicBool,
     /// Signals changes of the table, such as the begin or the end of a scope.
     changed: Condvar,
-    exits: ExitWatcher,
+    exit_watcher: ExitWatcher,
     /// Set if several hosts write checkpoints together.
     joint_settings: Option<JointSettings>,
 }
@@ -125,7 +128,7 @@ struct RuleTable {
     /// Results of scopes that several hosts wrote, after their end.
     joint_results: BTreeMap<ScopeNumber, JointResult>,
     /// Makes the thread that reads the ballots of other hosts begin its next round at once.
-    is_woken: bool,
+    must_read_ballots: bool,
     is_stopped: bool,
 }
 
@@ -135,14 +138,23 @@ struct OpenHandle {
     /// The process that opened the handle.
     opener: u32,
     /// The last close by a process that had inherited the handle; `None` if that process is no known writer.
-    last_inherited_close: Option<InheritedClose>,
+    last_inherited_close: Option<CloseReport>,
     /// Number of closes by processes that had inherited the handle.
     inherited_closes: u64,
 }
 
-/// A close by a process that had inherited the descriptor.
+impl OpenHandle {
+    /// Records a close by a process that had inherited the handle; `known_writer_close` is `None` if that process is no
+    /// known writer. The handle stays open until the kernel releases it.
+    fn record_inherited_close(&mut self, known_writer_close: Option<CloseReport>) {
+        self.last_inherited_close = known_writer_close;
+        self.inherited_closes += 1;
+    }
+}
+
+/// Which process closed a handle, and how that process ended, if it ended.
 #[derive(Clone, Copy, Debug)]
-struct InheritedClose {
+struct CloseReport {
     process: u32,
     ending: Ending,
 }
@@ -157,10 +169,91 @@ struct Transaction {
     /// The key by which other hosts identify the scope.
     key: Vec<u8>,
     /// The transaction removes a checkpoint that the rule no longer keeps.
-    is_rotation: bool,
+    is_removal: bool,
 }
 
 impl RuleTable {
+    /// Returns the table of a mount that has just started: no scope is open.
+    fn new(machine: Machine) -> Self {
+        Self {
+            machine,
+            scopes: BTreeMap::new(),
+            handles: HashMap::new(),
+            admitted_changes: HashMap::new(),
+            last_change_number: 0,
+            counts: BTreeMap::new(),
+            rotations: BTreeSet::new(),
+            deferred: Vec::new(),
+            joint_commits: BTreeMap::new(),
+            joint_results: BTreeMap::new(),
+            must_read_ballots: false,
+            is_stopped: false,
+        }
+    }
+
+    /// Adds to the status which transactions belong to commit rules, and what each of them waits for.
+    fn fill_waits(&self, status: &mut Status) {
+        for (scope, transaction) in &self.scopes {
+            let waiting_scopes = status.rule_waits.entry(transaction.rule.clone());
+            *waiting_scopes.or_default() += 1;
+            for transaction_status in &mut status.transactions {
+                let path = transaction_status.scope.as_bytes();
+                if !transaction.paths.contains(path) {
+                    continue;
+                }
+                // While the hosts commit together, the status shows what that commit waits for. Otherwise it shows what
+                // the rule waits for on this host.
+                let joint_commit = self.joint_commits.get(scope);
+                let wait_of_hosts = joint_commit.and_then(|joint| joint.waits_for.clone());
+                transaction_status.rule = Some(transaction.rule.clone());
+                transaction_status.waits_for =
+                    wait_of_hosts.or_else(|| self.machine.obstacle_of_path(path));
+            }
+        }
+    }
+
+    /// Adds the counts of each rule to the status; a count of 0 is left out.
+    fn fill_counts(&self, status: &mut Status) {
+        for (rule, counts) in &self.counts {
+            for (counts_by_rule, count) in [
+                (&mut status.rule_commits, counts.commits),
+                (&mut status.rule_aborts, counts.aborts),
+                (&mut status.rule_failures, counts.failures),
+                (&mut status.rule_removals, counts.removals),
+            ] {
+                if count > 0 {
+                    counts_by_rule.insert(rule.clone(), count);
+                }
+            }
+        }
+    }
+
+    /// Tells the machine that a handle is closed for good, as `close` says. Returns the actions that follow.
+    fn finish_close(&mut self, handle: HandleId, close: CloseReport) -> Vec<Action> {
+        let operation = Operation::Close {
+            handle: handle.0,
+            ending: close.ending,
+        };
+        // A close is not entered before it is made, so it has no scope.
+        let scope = None;
+        let is_made = true;
+        self.machine
+            .finish_operation(close.process, &operation, scope, is_made)
+    }
+
+    /// Tells the machine that an entered change is not made. Returns the actions that follow.
+    fn withdraw_change(
+        &mut self,
+        process: u32,
+        change: &OwnedChange,
+        scope: Option<ScopeNumber>,
+    ) -> Vec<Action> {
+        let operation = change.operation(NO_HANDLE_YET);
+        let is_made = false;
+        self.machine
+            .finish_operation(process, &operation, scope, is_made)
+    }
+
     /// Returns the number of closes of a handle by processes that had inherited it.
     fn inherited_closes(&self, handle: HandleId) -> u64 {
         match self.handles.get(&handle.0) {
@@ -179,8 +272,7 @@ struct AdmittedChange {
 
 /// The names of one checkpoint in its directory, as an action of the machine has them.
 struct CheckpointNames {
-    /// Paths of the names.
-    tops: Vec<Vec<u8>>,
+    paths: Vec<Vec<u8>>,
     /// Key under which other hosts know the checkpoint.
     key: Vec<u8>,
 }
@@ -269,29 +361,16 @@ impl CommitRules {
                 hosts_timeout,
             });
         }
-        let exits = ExitWatcher::new()
+        let exit_watcher = ExitWatcher::new()
             .map_err(|errno| MountError::io("watch the ends of programs")(errno.into()))?;
         let commit_rules = Arc::new(Self {
             gate: Arc::clone(gate),
             invalidate_cache: Arc::clone(invalidate_cache),
             rules,
-            table: Mutex::new(RuleTable {
-                machine,
-                scopes: BTreeMap::new(),
-                handles: HashMap::new(),
-                admitted_changes: HashMap::new(),
-                last_change_number: 0,
-                counts: BTreeMap::new(),
-                rotations: BTreeSet::new(),
-                deferred: Vec::new(),
-                joint_commits: BTreeMap::new(),
-                joint_results: BTreeMap::new(),
-                is_woken: false,
-                is_stopped: false,
-            }),
+            table: Mutex::new(RuleTable::new(machine)),
             has_no_scope: AtomicBool::new(true),
             changed: Condvar::new(),
-            exits,
+            exit_watcher,
             joint_settings,
         });
         // The rules hold the gate, so the gate holds them only weakly.
@@ -304,37 +383,11 @@ impl CommitRules {
     /// each rule. `status` already has all transactions of the mount.
     pub(crate) fn fill_status(&self, status: &mut Status) {
         let table = self.table.lock();
-        for (scope, transaction) in &table.scopes {
-            let waiting_scopes = status.rule_waits.entry(transaction.rule.clone());
-            *waiting_scopes.or_default() += 1;
-            for shown in &mut status.transactions {
-                let path = shown.scope.as_bytes();
-                if !transaction.paths.contains(path) {
-                    continue;
-                }
-                // Once hosts commit together, what they wait for counts, and otherwise what the rule waits for here.
-                let joint_commit = table.joint_commits.get(scope);
-                let obstacle_among_hosts = joint_commit.and_then(|joint| joint.waits_for.clone());
-                shown.rule = Some(transaction.rule.clone());
-                shown.waits_for =
-                    obstacle_among_hosts.or_else(|| table.machine.obstacle_of_path(path));
-            }
-        }
-        for (rule, counts) in &table.counts {
-            for (figures, count) in [
-                (&mut status.rule_commits, counts.commits),
-                (&mut status.rule_aborts, counts.aborts),
-                (&mut status.rule_failures, counts.failures),
-                (&mut status.rule_removals, counts.removals),
-            ] {
-                if count > 0 {
-                    figures.insert(rule.clone(), count);
-                }
-            }
-        }
+        table.fill_waits(status);
+        table.fill_counts(status);
     }
 
-    /// Counts an abort for the rule whose checkpoint was open in this scope when an earlier firnd died.
+    /// Counts an abort for the rule that had an open checkpoint in this scope when an earlier firnd died.
     pub(crate) fn count_undone(&self, path: &[u8]) {
         let located = self.rules.locate(path);
         let mut table = self.table.lock();
@@ -360,7 +413,7 @@ impl CommitRules {
 
     /// Watches the ends of writers until [`CommitRules::stop`]. This is the main function of the thread.
     pub(crate) fn watch_exits(&self) {
-        self.exits.watch(
+        self.exit_watcher.watch(
             &|process, ending| self.handle_exit(process, ending),
             &|| {
                 self.carry_out_deferred();
@@ -379,7 +432,7 @@ impl CommitRules {
 
     /// Stops the threads of the rules.
     pub(crate) fn stop(&self) {
-        self.exits.stop();
+        self.exit_watcher.stop();
         self.table.lock().is_stopped = true;
         self.changed.notify_all();
     }
@@ -418,7 +471,7 @@ impl CommitRules {
     /// object has no known name; it is then in no checkpoint.
     ///
     /// A new length (`Cut`) and a new object that is not opened (`Make`) are plain changes for the rules.
-    fn locate_change(&self, change: &WatchedChange) -> Option<OwnedChange> {
+    fn resolve_paths(&self, change: &WatchedChange) -> Option<OwnedChange> {
         Some(match change {
             WatchedChange::Open(inode) => OwnedChange::Open(self.locate_file(*inode)?),
             WatchedChange::Cut(inode) => OwnedChange::Change(self.locate_file(*inode)?),
@@ -464,7 +517,7 @@ impl CommitRules {
     /// out; the first error is returned.
     ///
     /// In an action, `scope` is the machine's number of a checkpoint, and `tops` are the paths of its names in the
-    /// directory `dir`. The caller must not hold the lock of the table.
+    /// directory `dir`. `key` identifies the checkpoint on all hosts. The caller must not hold the lock of the table.
     fn carry_out(&self, actions: Vec<Action>) -> Result<(), Errno> {
         let mut first_error = Ok(());
         for action in actions {
@@ -475,22 +528,23 @@ impl CommitRules {
                     dir,
                     tops,
                     key,
-                } => self.begin_scope(scope, &rule, &dir, CheckpointNames { tops, key }),
+                } => self.begin_scope(scope, &rule, &dir, CheckpointNames { paths: tops, key }),
                 Action::Join { scope, tops } => self.add_names(scope, tops),
                 Action::Commit { scope } => self.commit_scope(scope),
                 Action::Propose { .. } => {
                     // The thread for checkpoints of several hosts takes the steps of that commit.
-                    self.wake_hosts();
+                    self.wake_joint_commit_thread();
                     Ok(())
                 }
                 Action::Abort { scope, reason } => {
                     self.abort_scope(scope, &reason);
                     Ok(())
                 }
+                // The rule may keep fewer checkpoints than there are in `dir`.
                 Action::Rotate { rule, dir } => {
                     self.table.lock().rotations.insert((rule, dir));
                     // The thread that watches exits removes the old checkpoints, so that no program waits.
-                    self.exits.wake();
+                    self.exit_watcher.wake();
                     Ok(())
                 }
                 Action::Remove {
@@ -498,7 +552,7 @@ impl CommitRules {
                     rule,
                     tops,
                     key,
-                } => self.remove_checkpoint(scope, &rule, CheckpointNames { tops, key }),
+                } => self.remove_checkpoint(scope, &rule, CheckpointNames { paths: tops, key }),
             };
             first_error = first_error.and(result);
         }
@@ -508,18 +562,18 @@ impl CommitRules {
     /// Begins the transaction of one checkpoint, and tells the rules' state machine whether it has begun. `scope` is
     /// the machine's number of the checkpoint.
     ///
-    /// `tops` are the paths of the checkpoint's names in the directory `dir`, and `key` identifies it on all hosts.
+    /// `names` are the checkpoint's names in the directory `dir`.
     fn begin_scope(
         &self,
         scope: ScopeNumber,
         rule: &str,
         dir: &[u8],
-        CheckpointNames { tops, key }: CheckpointNames,
+        CheckpointNames { paths, key }: CheckpointNames,
     ) -> Result<(), Errno> {
-        let names: Vec<OsString> = tops.iter().map(|top| last_name(top)).collect();
+        let names: Vec<OsString> = paths.iter().map(|path| last_name(path)).collect();
         // For a checkpoint that existed before, the successful end of its writers is enough to commit it.
-        let existed_before = tops.iter().any(|top| self.is_visible(top));
-        let paths: BTreeSet<Vec<u8>> = tops.into_iter().collect();
+        let existed_before = paths.iter().any(|path| self.is_visible(path));
+        let paths: BTreeSet<Vec<u8>> = paths.into_iter().collect();
         let begin_result = self.begin_transaction(dir, &names, &paths, &key);
         let mut table = self.table.lock();
         let result = match begin_result {
@@ -531,7 +585,7 @@ impl CommitRules {
                     dir: dir.to_vec(),
                     paths,
                     key,
-                    is_rotation: false,
+                    is_removal: false,
                 };
                 table.scopes.insert(scope, transaction);
                 table.machine.record_begun(scope, existed_before);
@@ -547,9 +601,10 @@ impl CommitRules {
         result
     }
 
-    /// Begins a transaction of some names in a directory, while no program changes anything below them, and returns its
-    /// serial number. `paths` are the paths of `names`. Waits while other hosts have not finished the last commit of
-    /// these names, for at most `participants-wait`.
+    /// Begins the transaction of the names of a checkpoint in `dir`, while no program changes anything below them, and
+    /// returns its serial number. `paths` are the paths of `names`, and `key` identifies the checkpoint on all hosts.
+    ///
+    /// Waits while other hosts have not finished the last commit of these names, for at most `participants-wait`.
     fn begin_transaction(
         &self,
         dir: &[u8],
@@ -563,10 +618,14 @@ impl CommitRules {
                 let transaction = self.gate.store().begin_names(root, dir, names, key)?;
                 Ok(transaction.serial())
             });
-            match begin_result {
-                Err(error) if self.wait_to_begin_again(&error, key, began_waiting) => {}
-                begin_result => return begin_result,
+            let error = match begin_result {
+                Ok(serial) => return Ok(serial),
+                Err(error) => error,
+            };
+            if !self.prepare_to_begin_again(&error, key, began_waiting) {
+                return Err(error);
             }
+            std::thread::sleep(BEGIN_RETRY_EVERY);
         }
     }
 
@@ -578,15 +637,15 @@ impl CommitRules {
     /// Adds further names of a checkpoint to its transaction, and then tells the rules' state machine that programs may
     /// change the checkpoint again. Fails with ESTALE if the transaction has ended.
     ///
-    /// `scope` is the machine's number of the checkpoint, and `tops` are the paths of the names.
-    fn add_names(&self, scope: ScopeNumber, tops: Vec<Vec<u8>>) -> Result<(), Errno> {
+    /// `scope` is the machine's number of the checkpoint, and `new_paths` are the paths of the names.
+    fn add_names(&self, scope: ScopeNumber, new_paths: Vec<Vec<u8>>) -> Result<(), Errno> {
         let Some(transaction) = self.find_transaction(scope) else {
             return Err(Errno::STALE);
         };
-        let names: Vec<OsString> = tops.iter().map(|top| last_name(top)).collect();
-        let paths: BTreeSet<Vec<u8>> = tops.into_iter().collect();
+        let names: Vec<OsString> = new_paths.iter().map(|path| last_name(path)).collect();
+        let paths: BTreeSet<Vec<u8>> = new_paths.into_iter().collect();
         let store = self.gate.store();
-        let added = self
+        let result = self
             .gate
             .quiesce_names(&transaction.dir, &paths, Pending::Drain, |_| {
                 match store.transaction_numbered(transaction.serial) {
@@ -595,16 +654,17 @@ impl CommitRules {
                 }
             });
         let mut table = self.table.lock();
-        if added.is_ok()
+        if result.is_ok()
             && let Some(transaction) = table.scopes.get_mut(&scope)
         {
             transaction.paths.extend(paths);
         }
-        // After a failure programs continue too, with the names that the checkpoint had before.
+        // The machine lets programs continue after this report. It gets the report after a failure too; the checkpoint
+        // then keeps the names that it had. `false` leaves what it knows of the names before unchanged.
         let existed_before = false;
         table.machine.record_begun(scope, existed_before);
         self.unlock_and_notify(table);
-        added.map_err(|error| log_and_get_errno(&error))
+        result.map_err(|error| log_and_get_errno(&error))
     }
 
     /// Commits the transaction of one checkpoint, tells the rules' state machine the result, and carries out the
@@ -641,18 +701,21 @@ impl CommitRules {
         self.carry_out(next_actions)
     }
 
-    /// Returns whether a writer of the scope has failed whose end is not reported to the machine yet. If so, the
+    /// Returns whether a writer of the scope has failed, and its end is not reported to the machine yet. If so, the
     /// failure is reported, and the thread that watches exits aborts the scope.
     fn report_failed_writers(&self, scope: ScopeNumber) -> bool {
         let writers = self.table.lock().machine.living_writers(scope);
-        if !writers.iter().any(|writer| self.exits.has_failed(*writer)) {
+        if !writers
+            .iter()
+            .any(|writer| self.exit_watcher.has_failed(*writer))
+        {
             return false;
         }
         let mut table = self.table.lock();
         let abort_actions = table.machine.record_writer_failure(scope);
         table.deferred.extend(abort_actions);
         self.unlock_and_notify(table);
-        self.exits.wake();
+        self.exit_watcher.wake();
         true
     }
 
@@ -661,14 +724,15 @@ impl CommitRules {
     fn commit_transaction(&self, transaction: &Transaction) -> Result<(), TransactionError> {
         let store = self.gate.store();
         let Transaction { dir, paths, .. } = transaction;
-        let find_open = || match store.transaction_numbered(transaction.serial) {
+        let find_open_transaction = || match store.transaction_numbered(transaction.serial) {
             Some(TransactionHandle::Open(open)) => Some(open),
             _ => None,
         };
-        if find_open().is_some() {
+        // Only an open transaction is still to be decided.
+        if find_open_transaction().is_some() {
             self.gate.quiesce_names(dir, paths, Pending::Drain, |_| {
                 // Another thread may have ended the transaction before the names were quiesced.
-                if let Some(open) = find_open() {
+                if let Some(open) = find_open_transaction() {
                     open.decide_unnumbered()?;
                 }
                 Ok(())
@@ -811,7 +875,7 @@ impl CommitRules {
         }
         let job = jobs::job_of(process);
         self.table.lock().machine.record_job(process, job);
-        self.exits.add(job);
+        self.exit_watcher.add(job);
     }
 
     /// Returns whether `process`, which closes a file, or a descendant has another descriptor of the file for writing.
@@ -842,9 +906,9 @@ impl CommitRules {
                 table
                     .machine
                     .record_inherited_handle(holder.process, handle.0);
-                // `exits` has a lock of its own, so this one is released first.
+                // `exit_watcher` has a lock of its own, so this one is released first.
                 drop(table);
-                self.exits.add(holder.process);
+                self.exit_watcher.add(holder.process);
                 return true;
             }
             // The exec closes the child's descriptor, which is reported as a close of the handle.
@@ -862,29 +926,20 @@ impl CommitRules {
     fn close_handle(&self, handle: HandleId, ending: Ending) -> Result<(), Errno> {
         // All ends are reported first, because the files of writers that have ended do not count for the conditions of
         // a rule.
-        if self.knows(handle) && self.exits.has_unreported_exit() {
-            self.exits.wait_until_reported();
+        if self.knows(handle) && self.exit_watcher.has_unreported_exit() {
+            self.exit_watcher.wait_until_reported();
         }
         let mut table = self.table.lock();
         let Some(open_handle) = table.handles.remove(&handle.0) else {
             return Ok(());
         };
-        let closed_by_opener = InheritedClose {
+        let close_by_opener = CloseReport {
             process: open_handle.opener,
             ending,
         };
-        let InheritedClose { process, ending } =
-            open_handle.last_inherited_close.unwrap_or(closed_by_opener);
-        let operation = Operation::Close {
-            handle: handle.0,
-            ending,
-        };
-        // A close is not entered before it is made, so it has no scope.
-        let scope = None;
-        let is_made = true;
-        let actions = table
-            .machine
-            .finish_operation(process, &operation, scope, is_made);
+        // A known writer that inherited the handle and closed it last counts instead of the opener.
+        let close = open_handle.last_inherited_close.unwrap_or(close_by_opener);
+        let actions = table.finish_close(handle, close);
         // The actions call the backing and take the lock themselves.
         drop(table);
         self.carry_out_and_await_hosts(actions, EventKind::Close)
@@ -910,7 +965,7 @@ impl CommitRules {
 
 impl ChangeWatch for CommitRules {
     fn concerns(&self, change: &WatchedChange) -> bool {
-        let Some(change) = self.locate_change(change) else {
+        let Some(change) = self.resolve_paths(change) else {
             return false;
         };
         if self.has_no_scope.load(Ordering::Acquire) && change.paths().all(LocatedPath::is_free) {
@@ -929,26 +984,23 @@ impl ChangeWatch for CommitRules {
     ///
     /// Returns the ticket for `end_change`. An error means that the change must not be made.
     fn begin_change(&self, caller: Caller, change: &WatchedChange) -> Result<WatchTicket, Errno> {
-        let Some(change) = self.locate_change(change) else {
+        // An object of the change has no name any more.
+        let Some(change) = self.resolve_paths(change) else {
             return Err(Errno::STALE);
         };
-        let process = find_process(caller.pid);
+        let process = process_of_thread(caller.pid);
         self.record_job(process);
         // Waits if the checkpoint (scope) of this change is being committed. The actions may begin its transaction.
         let EnteredOperation { actions, scope } = self.enter_operation(process, &change)?;
         let carried_out = self.carry_out(actions);
         // The end of the process may later complete the checkpoint, or make it fail.
         if scope.is_some() {
-            self.exits.add(process);
+            self.exit_watcher.add(process);
         }
         let mut table = self.table.lock();
         if let Err(errno) = carried_out {
             // The actions that had to come first have failed, so the change is not made.
-            let is_made = false;
-            let operation = change.operation(NO_HANDLE_YET);
-            let actions = table
-                .machine
-                .finish_operation(process, &operation, scope, is_made);
+            let actions = table.withdraw_change(process, &change, scope);
             // The actions call the backing and take the lock themselves.
             drop(table);
             self.carry_out(actions)?;
@@ -998,7 +1050,7 @@ impl ChangeWatch for CommitRules {
     }
 
     fn must_drop_contents(&self, inode: InodeId) -> bool {
-        if self.has_no_scope.load(Ordering::Acquire) || !self.exits.has_unreported_exit() {
+        if self.has_no_scope.load(Ordering::Acquire) || !self.exit_watcher.has_unreported_exit() {
             return false;
         }
         let Some(path) = self.gate.engine().tree.path_of(inode) else {
@@ -1009,7 +1061,7 @@ impl ChangeWatch for CommitRules {
 
     fn settle(&self, inode: InodeId) {
         if self.must_drop_contents(inode) {
-            self.exits.wait_until_reported();
+            self.exit_watcher.wait_until_reported();
         }
     }
 
@@ -1020,8 +1072,10 @@ impl ChangeWatch for CommitRules {
     /// Handles a close(2) of a file. If the file belongs to a checkpoint and this close completes it, the checkpoint is
     /// committed, and the result is that of the commit.
     ///
-    /// The file counts as closed now if the process that opened it was killed, or if no descriptor of it is left in
-    /// that process and its descendants. Otherwise it counts as closed when the kernel releases the handle.
+    /// Two processes may close the same handle:
+    /// * The opener: the file counts as closed now if the opener was killed, or if no descriptor of it is left in the
+    ///   opener and its descendants. Otherwise it counts as closed when the kernel releases the handle.
+    /// * A child that has inherited the handle: the close is only recorded, for the release by the kernel.
     fn close(&self, caller: Caller, handle: HandleId, closing: Closing) -> Result<(), Errno> {
         // A close by a killed process means that its file may be incomplete.
         let ending = match closing {
@@ -1029,18 +1083,16 @@ impl ChangeWatch for CommitRules {
             Closing::Exited => Ending::Exit,
             Closing::Killed => Ending::Failure,
         };
-        let process = find_process(caller.pid);
+        let process = process_of_thread(caller.pid);
         let mut table = self.table.lock();
         let is_writer = table.machine.is_writer(process);
         let Some(open_handle) = table.handles.get_mut(&handle.0) else {
             return Ok(());
         };
-        // If a child that has inherited the handle closes it, the handle counts as closed only when the kernel releases
-        // it. How that child ended counts then, if the child is a known writer.
+        // How a child ended counts at the release of the handle, if the child is a known writer.
         if open_handle.opener != process {
-            open_handle.last_inherited_close =
-                is_writer.then_some(InheritedClose { process, ending });
-            open_handle.inherited_closes += 1;
+            let close = CloseReport { process, ending };
+            open_handle.record_inherited_close(is_writer.then_some(close));
             // A thread in `is_open_elsewhere` waits for such a close.
             drop(table);
             self.changed.notify_all();

@@ -29,7 +29,7 @@ use rustix::net::SendFlags;
 use crate::chunks::ChunkLists;
 use crate::owners::ControlPeer;
 use crate::partner::PartnerReporter;
-use crate::pulls::Pull;
+use crate::pulls::PullConnection;
 use slots::{AcquiredSlot, Admission, ClosedConnection, ConnectionSlots, SlotState};
 
 /// Longest request in bytes: a path of PATH_MAX, escaped, and some words.
@@ -59,7 +59,7 @@ pub(crate) struct ControlClient {
     /// Set if the client is an agent that reports what the partner host has copied.
     pub(crate) partner: Option<PartnerReporter>,
     /// Set if the client is an agent that copies files for another host.
-    pub(crate) pull: Option<Pull>,
+    pub(crate) pull: Option<PullConnection>,
 }
 
 /// The final reply to a request.

@@ -30,7 +30,8 @@ use std::time::{Duration, Instant};
 use firn_backing::Backing;
 use firn_engine::{ClientId, DirectList, DirectRefusal, Engine, HandleId, SlabRequest};
 use firn_format::data_socket::{
-    Arena, DATA_BYTES_MAX, DATA_SOCKET_VERSION, FILES_MAX, Op, Reply, Request, Slab, Status,
+    Arena as ArenaReply, DATA_BYTES_MAX, DATA_SOCKET_VERSION, FILES_MAX, Op, Reply, Request, Slab,
+    Status,
 };
 use firn_format::geometry::{PAGE, WORDS_BYTES, WORDS_OFFSET};
 use firn_fuse::{Gate, Invalidator};
@@ -167,9 +168,9 @@ fn open_socket() -> io::Result<OwnedFd> {
 impl<B: Backing> SocketShared<B> {
     /// Runs `change` with the pass of a change (the gate's permission to change a file). Waits while a directory above
     /// the file is quiesced.
-    fn with_pass<T>(&self, token: HandleId, change: impl FnOnce() -> T) -> T {
+    fn with_pass<T>(&self, handle: HandleId, change: impl FnOnce() -> T) -> T {
         // The engine refuses a handle that is not open, so such a handle needs no pass.
-        let inode = self.engine.open_files.inode_of_handle(token);
+        let inode = self.engine.open_files.inode_of_handle(handle);
         let _pass = match (self.gate.as_deref(), inode) {
             (Some(gate), Some(inode)) => Some(gate.enter(inode)),
             _ => None,
@@ -252,7 +253,7 @@ impl<B: Backing> SocketShared<B> {
 }
 
 /// Serves a client of the data socket until it disconnects or sends an invalid request. A process of another user is
-/// not answered. Its first request must be the greeting with the version of the protocol.
+/// not answered. The first request must be a hello with the version of the protocol.
 fn serve_client<B: Backing>(
     socket: &OwnedFd,
     client: ClientId,
@@ -266,9 +267,9 @@ fn serve_client<B: Backing>(
     let mut session = ClientSession {
         shared,
         client,
-        // Process 0 is in a PID namespace that firnd cannot see, so firnd cannot notice its end.
+        // A client in a PID namespace that firnd cannot see has number 0. firnd cannot notice its end by that number.
         pid: peer.pid.map_or(0, std::num::NonZeroU32::get),
-        has_greeted: false,
+        has_said_hello: false,
     };
     // Clients of a mount send requests without data; the first packet of a client may have two requests.
     let data_bytes_max = match shared.served {
@@ -278,8 +279,12 @@ fn serve_client<B: Backing>(
     let mut data = vec![0u8; data_bytes_max];
     let mut has_started_threads = false;
     loop {
-        // The first requests of a new client come together. They are answered before another thread is started.
-        if session.has_greeted && !has_started_threads && rustix::io::ioctl_fionread(socket)? == 0 {
+        // The first requests of a new client come together. They are answered before further threads are started, so
+        // that the client does not wait for that: no bytes of a further request are in the socket (FIONREAD).
+        if session.has_said_hello
+            && !has_started_threads
+            && rustix::io::ioctl_fionread(socket)? == 0
+        {
             has_started_threads = true;
             SocketShared::start_waiting_threads(shared);
         }
@@ -289,10 +294,10 @@ fn serve_client<B: Backing>(
             Received::Disconnected => return Ok(()),
         };
         let packet_data = data.get(..packet.data_len).unwrap_or_default();
-        let answered = if session.has_greeted {
+        let answered = if session.has_said_hello {
             session.answer(packet.request, packet_data, packet.descriptor)
         } else {
-            session.greet(socket, packet.request, packet_data, packet.descriptor)?
+            session.answer_hello(socket, packet.request, packet_data, packet.descriptor)?
         };
         match answered {
             RequestOutcome::Answer(answer) => send_answer(socket, &answer)?,
@@ -309,7 +314,7 @@ struct ClientSession<'a, B: Backing> {
     /// Process number of the client; 0 if firnd does not see the process.
     pid: u32,
     /// The client has sent a valid first request.
-    has_greeted: bool,
+    has_said_hello: bool,
 }
 
 /// What follows a request.
@@ -324,7 +329,9 @@ enum RequestOutcome {
 impl<B: Backing> ClientSession<'_, B> {
     /// Answers the first request of a client, which names the version of the protocol, with the geometry of the arena
     /// (the shared memory). `data` may have a second request; its answer is returned for the caller to send.
-    fn greet(
+    ///
+    /// The geometry is sent here, because the answer to the second request is a packet of its own.
+    fn answer_hello(
         &mut self,
         socket: &OwnedFd,
         request: Request,
@@ -341,7 +348,7 @@ impl<B: Backing> ClientSession<'_, B> {
         if descriptor.is_some() || matches!(second, SecondRequest::Malformed) {
             return Ok(RequestOutcome::Refused(Status::Malformed));
         }
-        self.has_greeted = true;
+        self.has_said_hello = true;
         send_geometry(socket, &self.shared.engine)?;
         let SecondRequest::Request(op, request) = second else {
             return Ok(RequestOutcome::AlreadySent);
@@ -356,7 +363,7 @@ impl<B: Backing> ClientSession<'_, B> {
         let Some(op) = Op::from_word(request.op) else {
             return RequestOutcome::Refused(Status::Malformed);
         };
-        if stub::is_op(op) {
+        if stub::is_stub_op(op) {
             return self.answer_about_stub(op, &request, data, descriptor);
         }
         let has_extra = !data.is_empty() || descriptor.is_some();
@@ -378,13 +385,13 @@ impl<B: Backing> ClientSession<'_, B> {
         let ServedFrontend::Tree(tree) = &self.shared.served else {
             return RequestOutcome::Refused(Status::Malformed);
         };
-        let stub_request = stub::StubRequest {
+        let stub_service = stub::StubService {
             tree,
             engine: &self.shared.engine,
             file_locks: self.shared.file_locks.as_deref(),
             client: self.client,
         };
-        match stub_request.answer(op, request, data, descriptor) {
+        match stub_service.answer(op, request, data, descriptor) {
             Some(answer) => RequestOutcome::Answer(answer),
             None => RequestOutcome::Refused(Status::Malformed),
         }
@@ -488,11 +495,13 @@ fn send_geometry<B: Backing>(socket: &OwnedFd, engine: &Engine<B>) -> io::Result
         status: Status::Ok as u32,
         ..Reply::default()
     };
-    let geometry_of_arena = Arena {
+    let arena_reply = ArenaReply {
         uuid: arena.superblock().uuid,
         file_bytes: geometry.file_bytes(),
+        // The words of files, by which the client sees that a file has changed.
         words_offset: WORDS_OFFSET,
         words_bytes: WORDS_BYTES,
+        // The first piece table: from there on the client may also write.
         shared_offset: geometry.table_offset(0),
         page_bytes: PAGE,
         chunk_bytes: geometry.chunk_bytes,
@@ -503,7 +512,7 @@ fn send_geometry<B: Backing>(socket: &OwnedFd, engine: &Engine<B>) -> io::Result
     control.push(SendAncillaryMessage::ScmRights(&file));
     let parts = [
         IoSlice::new(reply.as_bytes()),
-        IoSlice::new(geometry_of_arena.as_bytes()),
+        IoSlice::new(arena_reply.as_bytes()),
     ];
     sendmsg(socket, &parts, &mut control, SendFlags::NOSIGNAL)?;
     Ok(())
@@ -555,7 +564,7 @@ impl<B: Backing> ClientSession<'_, B> {
     /// of a file.
     fn answer_direct_access(&self, op: Op, request: &Request) -> Answer {
         let direct_access = &self.shared.engine.direct_access;
-        let token = HandleId(request.token);
+        let handle = HandleId(request.token);
         match op {
             Op::OpenWrite => self.grant_write(request),
             Op::Lease => match self.lease_slabs(request) {
@@ -563,24 +572,23 @@ impl<B: Backing> ClientSession<'_, B> {
                 Err(refusal) => refusal.into(),
             },
             Op::EndWrite => {
-                direct_access.end_direct_access(self.client, token);
+                direct_access.end_direct_access(self.client, handle);
                 Answer::status(Status::Ok)
             }
             Op::Extents => {
-                match direct_access.list_extents(token, request.arg, request.len as usize) {
-                    Ok(list) => list_answer(list),
+                match direct_access.list_extents(handle, request.arg, request.len as usize) {
+                    Ok(list) => extent_list_answer(list),
                     Err(refusal) => refusal.into(),
                 }
             }
-            Op::Map => match direct_access.map_file(token) {
+            Op::Map => match direct_access.map_file(handle) {
                 Ok(file) => Answer {
                     files: vec![file],
                     ..Reply::default().into()
                 },
                 Err(refusal) => refusal.into(),
             },
-            // A list needs no release: the client sees from the file's word (a counter in the arena) when it is
-            // invalid.
+            // A list needs no release: the client sees from the file's version counter in the arena when it is invalid.
             Op::EndRead => Answer::status(Status::Ok),
             _ => Answer::status(Status::Malformed),
         }
@@ -590,11 +598,11 @@ impl<B: Backing> ClientSession<'_, B> {
     /// parts of the arena that one writer fills, the client leases its first slabs too. The request's token is an open
     /// handle of the file.
     fn grant_write(&self, request: &Request) -> Answer {
-        let token = HandleId(request.token);
+        let handle = HandleId(request.token);
         // Like each change, this waits while a transaction above the file begins or ends.
-        let granted = self.shared.with_pass(token, || {
+        let granted = self.shared.with_pass(handle, || {
             let direct_access = &self.shared.engine.direct_access;
-            direct_access.grant_direct_access(self.client, token)
+            direct_access.grant_direct_access(self.client, handle)
         });
         let grant = match granted {
             Ok(grant) => grant,
@@ -623,16 +631,16 @@ impl<B: Backing> ClientSession<'_, B> {
 
     /// Leases slabs (parts of the arena that the client fills itself) for `request.arg` bytes of a file.
     fn lease_slabs(&self, request: &Request) -> Result<LeasedSlabs, DirectRefusal> {
-        let token = HandleId(request.token);
+        let handle = HandleId(request.token);
         let slab_request = SlabRequest {
             pid: self.pid,
             // The client sends its CPU number plus 1; 0 stands for an unknown CPU.
             cpu: request.len.checked_sub(1),
             bytes: request.arg,
         };
-        let (first, others) = self.shared.with_pass(token, || {
+        let (first, others) = self.shared.with_pass(handle, || {
             let direct_access = &self.shared.engine.direct_access;
-            direct_access.lease_slabs(self.client, token, slab_request)
+            direct_access.lease_slabs(self.client, handle, slab_request)
         })?;
         Ok(LeasedSlabs { first, others })
     }
@@ -659,9 +667,12 @@ impl LeasedSlabs {
     }
 }
 
-/// Returns an answer with a direct list: where the bytes of a file are in the arena, the shared memory. The client may
-/// use the list while the file's word in the arena, at `slot`, has the value `stamp`, and for at most `valid_ns`.
-fn list_answer(list: DirectList) -> Answer {
+/// Returns an answer with a direct list: where the bytes of a file are in the arena, the shared memory. The list is
+/// complete up to the file offset `end`.
+///
+/// The client may use it while the file's version counter in the arena, at position `slot`, has the value `stamp`, and
+/// for at most `valid_ns`.
+fn extent_list_answer(list: DirectList) -> Answer {
     // 0 means that the list has no expiry, so an expired list gets 1 ns.
     let valid_ns = match list.until {
         Some(expiry) => {

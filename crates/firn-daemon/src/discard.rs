@@ -1,5 +1,6 @@
-//! `firn recover --discard`: removes the arena that a killed firnd has left, with the data in it, without using the
-//! backing. The arena is shared memory with the bytes that are not in the backing directory yet.
+//! `firn recover --discard`: finds the arenas of this user, and removes one that a killed firnd has left, with the data
+//! in it, without using the backing. The arena is shared memory with the bytes that are not in the backing directory
+//! yet.
 //!
 //! Promises
 //! * No call is made on the backing, which may be missing or may never answer.
@@ -37,12 +38,12 @@ pub struct DiscardReport {
     /// The spill file that was removed with the arena, if there was one.
     #[serde(with = "firn_protocol::path::exact_option")]
     pub spill: Option<PathBuf>,
-    /// One sentence for each thing that could not be removed.
+    /// One sentence for each file or directory that could not be removed.
     pub left: Vec<String>,
 }
 
-/// Returns a check of each arena of this user in the runtime directory and in `arena-dir`. Unreadable arenas are left
-/// out.
+/// Checks each arena of this user in the runtime directory and in `arena-dir`, and returns the reports. Arenas that
+/// cannot be read are left out.
 pub fn list_arenas(options: &Options) -> Result<Vec<CheckReport>, RecoverError> {
     let uid = rustix::process::geteuid().as_raw();
     let runtime = runtime_dir()?;
@@ -56,7 +57,7 @@ pub fn list_arenas(options: &Options) -> Result<Vec<CheckReport>, RecoverError> 
     Ok(reports)
 }
 
-/// Adds a check of each readable arena in a directory to `reports`.
+/// Checks each arena in a directory that can be read, and adds the reports to `reports`.
 fn check_arenas_in(dir: &OwnedFd, path: &Path, reports: &mut Vec<CheckReport>) {
     for entry in Dir::read_from(dir).into_iter().flatten().flatten() {
         let name = Path::new(OsStr::from_bytes(entry.file_name().to_bytes()));
@@ -68,11 +69,12 @@ fn check_arenas_in(dir: &OwnedFd, path: &Path, reports: &mut Vec<CheckReport>) {
     }
 }
 
-/// Returns a check of the arena (shared memory with bytes that the backing lacks) of the backing `path`, or of the
-/// arena file `path`, which ends in `.arena`. Fails if no arena of this user has that backing.
+/// Finds and checks the arena of a backing, the shared memory with the bytes that the backing lacks, and returns the
+/// report. `path` is the backing, or an arena file, which ends in `.arena`. Fails if no arena of this user has that
+/// backing.
 ///
 /// `path` is first compared with the backing paths in the arenas. The backing is only accessed if no arena has that
-/// path, to resolve it.
+/// path, to resolve its symbolic links.
 pub fn find_arena(path: &Path, options: &Options) -> Result<CheckReport, RecoverError> {
     let absolute = std::path::absolute(path).map_err(AttachError::io("read the path"))?;
     if absolute.extension() == Some(OsStr::new("arena")) {

@@ -66,8 +66,9 @@ pub(crate) struct EndingMount<'a> {
 }
 
 impl EndingMount<'_> {
-    /// Returns a function that makes the mount's parts ready for the end. It may wait for the backing.
-    fn parts_preparation(&self) -> impl FnOnce() + Send + 'static {
+    /// Returns the function that makes the mount's parts ready for the end, for another thread. It may wait for the
+    /// backing.
+    fn parts_preparer(&self) -> impl FnOnce() + Send + 'static {
         let parts = self.parts.clone();
         move || parts.prepare_end()
     }
@@ -101,6 +102,11 @@ impl<'a> PendingEvents<'a> {
         }
         self.has_forced_unmount
     }
+
+    /// Puts the events that came meanwhile, such as unmount requests, back into the queue of the main loop.
+    fn send_again(self) {
+        drop(self);
+    }
 }
 
 impl Drop for PendingEvents<'_> {
@@ -122,12 +128,15 @@ pub(crate) fn end_after_signal(mount: &EndingMount<'_>) -> UnmountOutcome {
     tracing::info!("a signal asks firnd to end: draining");
     let mut pending_events = PendingEvents::from_mount(mount);
     // A forced unmount, which `read_events` reports, ends each wait for the backing.
-    let prepared = run_unless_given_up(|| pending_events.read_events(), mount.parts_preparation());
-    if prepared.is_some()
-        && let Some(Err(error)) =
-            run_unless_given_up(|| pending_events.read_events(), frontend.names_creator())
-    {
-        tracing::warn!(%error, "cannot create every name of the stub tree in the backing yet");
+    let prepare_parts = mount.parts_preparer();
+    let prepared = run_unless_given_up(|| pending_events.read_events(), prepare_parts);
+    if prepared.is_some() {
+        // A stub tree, a mount of empty files on tmpfs, may have names that the backing lacks.
+        let create_names = frontend.names_creator();
+        let created = run_unless_given_up(|| pending_events.read_events(), create_names);
+        if let Some(Err(error)) = created {
+            tracing::warn!(%error, "cannot create every name of the stub tree in the backing yet");
+        }
     }
     let durability = &attached.engine.durability;
     let drained = durability.wait_tree(b"", DurabilityLevel::Drained, &mut |_, _| {
@@ -139,8 +148,7 @@ pub(crate) fn end_after_signal(mount: &EndingMount<'_>) -> UnmountOutcome {
         tracing::warn!(%error, "cannot drain everything yet");
     }
     let gave_up_backing = pending_events.has_forced_unmount;
-    // Its drop puts unmount requests that came meanwhile back into the queue.
-    drop(pending_events);
+    pending_events.send_again();
     take_mount_away(frontend);
     UnmountOutcome {
         session: wait_for_release(frontend, mount.events),
@@ -151,8 +159,9 @@ pub(crate) fn end_after_signal(mount: &EndingMount<'_>) -> UnmountOutcome {
 /// Ends a mount because a client asks. `held` says what happens to data that only the arena (the host's memory) has.
 /// Returns how the mount ended; the error is the reply to the client when the mount stays.
 ///
-/// With `force` the mount ends in any case: after a timeout no more calls are made on a backing that does not answer,
-/// and programs lose the mount. Without `force`, obstacles, open files and a failed drain leave the mount as it was.
+/// The steps are: prepare the parts, drain, refuse if programs use the mount, unmount, wait for the kernel. With
+/// `force` the mount ends in any case: after a timeout no more calls are made on a backing that does not answer, and
+/// programs lose the mount. Without `force`, obstacles, open files and a failed drain leave the mount as it was.
 pub(crate) fn end_by_request(
     mount: &EndingMount<'_>,
     force: bool,
@@ -163,17 +172,18 @@ pub(crate) fn end_by_request(
         attached, frontend, ..
     } = mount;
     let mut pending_events = PendingEvents::from_mount(mount);
-    let drains = held == HeldPolicy::Drain;
-    let preparation = prepare_for_client(mount, force, drains, &mut pending_events)?;
-    let gave_up_backing = match preparation {
-        Preparation::GaveUpBacking => true,
-        Preparation::Prepared if drains => {
-            !drain_for_client(attached, force, &mut pending_events, send_progress)?
-        }
-        Preparation::Prepared => false,
+    let must_drain = held == HeldPolicy::Drain;
+    let mut backing_state = if force {
+        prepare_forced_unmount(mount, must_drain)
+    } else {
+        prepare_unmount(mount, must_drain, &mut pending_events)?;
+        BackingState::Answers
     };
-    // Its drop puts unmount requests that came meanwhile back into the queue.
-    drop(pending_events);
+    if must_drain && backing_state == BackingState::Answers {
+        backing_state = drain_for_client(attached, force, &mut pending_events, send_progress)?;
+    }
+    let gave_up_backing = backing_state == BackingState::GivenUp;
+    pending_events.send_again();
     if gave_up_backing {
         tracing::warn!("the backing does not answer: held data stays in the arena");
     }
@@ -197,60 +207,59 @@ pub(crate) fn end_by_request(
     })
 }
 
-/// Result of the preparation of an unmount.
-enum Preparation {
-    Prepared,
-    /// The backing did not answer in time. Only a forced unmount continues then.
-    GaveUpBacking,
+/// Whether an unmount may still call the backing.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum BackingState {
+    Answers,
+    /// The backing did not answer in time, or takes no more data. Only a forced unmount continues then.
+    GivenUp,
 }
 
-/// Prepares the parts of the mount (its features) for an unmount that a client asks for. With `drains` it also creates
-/// the names of a stub tree, a mount of empty files on tmpfs, in the backing.
-///
-/// With `force` this always succeeds, and says whether the backing answered in time or was given up. Without `force` it
-/// fails if a part has an obstacle, if names cannot be created, or if a forced unmount comes meanwhile. The error is
-/// the reply to the client.
-fn prepare_for_client(
-    mount: &EndingMount<'_>,
-    force: bool,
-    drains: bool,
-    pending_events: &mut PendingEvents<'_>,
-) -> Result<Preparation, Reply> {
+/// Prepares the parts of the mount (its features) for a forced unmount. With `must_drain` it also creates the names of
+/// a stub tree, a mount of empty files on tmpfs, in the backing. Errors are ignored, and the backing is given up if it
+/// does not answer in time.
+fn prepare_forced_unmount(mount: &EndingMount<'_>, must_drain: bool) -> BackingState {
     let mut has_timed_out = forced_timeout();
-    let mut must_give_up = || {
-        if force {
-            has_timed_out()
-        } else {
-            pending_events.read_events()
-        }
-    };
-    if !force {
-        let parts = mount.parts.clone();
-        let obstacle = run_unless_given_up(&mut must_give_up, move || parts.find_obstacle());
-        if let Some(message) = obstacle.ok_or_else(overtaken_reply)? {
-            let errno = libc::EBUSY;
-            return Err(Reply::Error { errno, message });
-        }
+    if run_unless_given_up(&mut has_timed_out, mount.parts_preparer()).is_none() {
+        return BackingState::GivenUp;
     }
-    // The result if the backing did not answer in time, or another client's forced unmount overtakes this one.
-    let result_if_given_up = || {
-        if force {
-            Ok(Preparation::GaveUpBacking)
-        } else {
-            Err(overtaken_reply())
-        }
-    };
-    if run_unless_given_up(&mut must_give_up, mount.parts_preparation()).is_none() {
-        return result_if_given_up();
+    if !must_drain {
+        return BackingState::Answers;
     }
-    if !drains {
-        return Ok(Preparation::Prepared);
+    match run_unless_given_up(&mut has_timed_out, mount.frontend.names_creator()) {
+        None => BackingState::GivenUp,
+        Some(_) => BackingState::Answers,
     }
-    match run_unless_given_up(&mut must_give_up, mount.frontend.names_creator()) {
-        None => result_if_given_up(),
-        Some(Err(error)) if !force => Err(names_error_reply(error)),
-        Some(_) => Ok(Preparation::Prepared),
+}
+
+/// Prepares the parts of the mount for an unmount that a client asks for without `force`. With `must_drain` it also
+/// creates the names of a stub tree in the backing.
+///
+/// Fails if a part has an obstacle, if names cannot be created, or if another client's forced unmount comes meanwhile.
+/// The error is the reply to the client.
+fn prepare_unmount(
+    mount: &EndingMount<'_>,
+    must_drain: bool,
+    pending_events: &mut PendingEvents<'_>,
+) -> Result<(), Reply> {
+    let parts = mount.parts.clone();
+    let find_obstacle = move || parts.find_obstacle();
+    let obstacle = run_unless_given_up(|| pending_events.read_events(), find_obstacle);
+    if let Some(message) = obstacle.ok_or_else(overtaken_reply)? {
+        let errno = libc::EBUSY;
+        return Err(Reply::Error { errno, message });
     }
+    let prepare_parts = mount.parts_preparer();
+    let prepared = run_unless_given_up(|| pending_events.read_events(), prepare_parts);
+    prepared.ok_or_else(overtaken_reply)?;
+    if !must_drain {
+        return Ok(());
+    }
+    let create_names = mount.frontend.names_creator();
+    let created = run_unless_given_up(|| pending_events.read_events(), create_names);
+    created
+        .ok_or_else(overtaken_reply)?
+        .map_err(names_error_reply)
 }
 
 /// Returns the reply to an unmount that failed because names of the stub tree cannot be created in the backing.
@@ -263,8 +272,8 @@ fn names_error_reply(error: Errno) -> Reply {
     }
 }
 
-/// Drains all data to the backing for a client that asks for an unmount. Returns whether the backing takes data; false
-/// is returned only for a forced unmount, which then leaves the data in the arena (the host's memory).
+/// Drains all data to the backing for a client that asks for an unmount. Only a forced unmount gives the backing up, if
+/// it takes no more data, and then leaves the data in the arena (the host's memory).
 ///
 /// The error is the reply to the client when the mount stays.
 fn drain_for_client(
@@ -272,39 +281,47 @@ fn drain_for_client(
     force: bool,
     pending_events: &mut PendingEvents<'_>,
     send_progress: &mut dyn FnMut(Reply) -> bool,
-) -> Result<bool, Reply> {
-    let mut report = throttle_progress("draining", send_progress);
-    let mut progress = ProgressCheck::new();
-    let mut backing_takes_data = true;
+) -> Result<BackingState, Reply> {
+    let mut report_progress = throttle_progress("draining", send_progress);
+    let mut progress_check = ProgressCheck::new();
+    let mut backing_state = BackingState::Answers;
     let engine = &attached.engine;
     let drained =
         engine
             .durability
             .wait_tree(b"", DurabilityLevel::Drained, &mut |bytes, files| {
                 // A client that disconnects does not stop the unmount that it asked for.
-                report(bytes, files);
+                report_progress(bytes, files);
                 attached.io_threads.replace_hung();
                 if force {
-                    backing_takes_data = progress.has_progress(bytes);
+                    let backing_takes_data = progress_check.has_progress(bytes);
+                    backing_state = if backing_takes_data {
+                        BackingState::Answers
+                    } else {
+                        BackingState::GivenUp
+                    };
                     return backing_takes_data;
                 }
                 !pending_events.read_events()
             });
     match drained {
         Err(_) if pending_events.has_forced_unmount => Err(overtaken_reply()),
-        Err(error) if !force => {
-            let message = format!(
-                "{} cannot be drained: {}; they stay in memory{}: mend the backing and run `firn umount` again, or use --force to unmount and keep them in the arena",
-                bytes(engine.held_bytes()),
-                process::explain(error),
-                describe_next_try(engine)
-            );
-            Err(Reply::Error {
-                errno: error.raw_os_error(),
-                message,
-            })
-        }
-        _ => Ok(backing_takes_data),
+        Err(error) if !force => Err(drain_error_reply(error, engine)),
+        _ => Ok(backing_state),
+    }
+}
+
+/// Returns the reply to an unmount that failed because data cannot be drained to the backing.
+fn drain_error_reply(error: Errno, engine: &Engine<Store>) -> Reply {
+    let message = format!(
+        "{} cannot be drained: {}; they stay in memory{}: mend the backing and run `firn umount` again, or use --force to unmount and keep them in the arena",
+        bytes(engine.held_bytes()),
+        process::describe_errno(error),
+        describe_next_try(engine)
+    );
+    Reply::Error {
+        errno: error.raw_os_error(),
+        message,
     }
 }
 
@@ -338,7 +355,7 @@ fn unmount_unless_used(frontend: &Frontend, force: bool) -> io::Result<()> {
     }
 }
 
-/// Returns the reply for a client whose unmount was overtaken by a forced one.
+/// Returns the reply for a client if a forced unmount of another client has overtaken its own.
 fn overtaken_reply() -> Reply {
     let message = "another `firn umount --force` ends the mount without waiting".into();
     Reply::Error {

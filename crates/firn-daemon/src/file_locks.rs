@@ -1,5 +1,5 @@
-//! Starts the file locks that exclude programs on other hosts too, for the mounts that need them, and keeps these locks
-//! beyond the death of firnd, the process that serves the mount.
+//! Starts the file locks that exclude programs on other hosts too, for the mounts that need them. The locks survive the
+//! death of firnd, the process that serves the mount.
 //!
 //! Only a mount with logs (`layout=log`) has such locks, because several hosts may write the same file of its backing.
 //! On all other mounts the kernel manages the locks of this host without firnd.
@@ -17,7 +17,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use firn_arena::live::LiveTable;
-use firn_backing::{LockMode, LockRange, Volume};
+use firn_backing::{DirBacking, LockMode, LockRange, Volume};
 use firn_config::Options;
 use firn_engine::{Engine, HandleId};
 use firn_format::live::FileLock;
@@ -34,29 +34,31 @@ use crate::keeper::{KeeperLink, Label, Tag};
 use crate::store::{Layers as _, Store};
 use crate::takeover::TakenOverMount;
 
-/// What the locks of a mount need.
-pub(crate) struct MountWithLocks<'a> {
+/// The parts of a mount from which its file locks are made.
+pub(crate) struct FileLockParams<'a> {
     pub(crate) backing: &'a Path,
     pub(crate) engine: &'a Engine<Store>,
     pub(crate) options: &'a Options,
+    /// The connection to the keeper; `None` without a keeper.
     pub(crate) link: Option<&'a Arc<KeeperLink>>,
+    /// The mount of a dead firnd that this firnd continues.
     pub(crate) taken_over: Option<&'a TakenOverMount>,
 }
 
-/// Starts the file locks that exclude programs on other hosts too, and returns them. `None` if the mount has no layer
-/// of logs: the kernel then manages locks for this host. A read-only mount gets locks that are always refused.
+/// Starts the file locks that exclude programs on other hosts too, and returns them. `None` if the mount keeps no logs
+/// of writes: the kernel then manages locks for this host. A read-only mount gets locks that are always refused.
 ///
 /// A lock of a program is held as a lock of a *lock file*, a file in the backing's `.firn` that all hosts use. If this
 /// process continues the mount of a dead firnd, `taken_over` has the locks of its programs.
-pub(crate) fn start(mount: &MountWithLocks<'_>) -> Result<Option<Arc<FileLocks>>, AttachError> {
-    let &MountWithLocks {
+pub(crate) fn start(params: &FileLockParams<'_>) -> Result<Option<Arc<FileLocks>>, AttachError> {
+    let &FileLockParams {
         backing,
         engine,
         options,
         link,
         taken_over,
-    } = mount;
-    if engine.backing().logged().is_none() {
+    } = params;
+    if engine.backing().log_layer().is_none() {
         return Ok(None);
     }
     if options.read_only {
@@ -64,13 +66,10 @@ pub(crate) fn start(mount: &MountWithLocks<'_>) -> Result<Option<Arc<FileLocks>>
     }
     let host = host_name(options)?;
     let base = open_backing(backing)?;
-    let to_error = own_error(backing);
-    let firn_dir = own::make_dir(&base, &base.root(), TOP).map_err(&to_error)?;
-    let dir =
-        own::make_dir(&base, &firn_dir, FILE_LOCKS).map_err(|error| to_error(error.below(TOP)))?;
+    let dir = make_lock_file_dir(&base, backing)?;
     let hosts = LivingHosts::open(backing, LeaseUse::Logs, &host)?;
     // Without a live table or a keeper, no next firnd continues the mount, and the locks end with this one.
-    let keeping: Option<Box<dyn LockKeeping>> = match (engine.live(), link) {
+    let lock_keeping: Option<Box<dyn LockKeeping>> = match (engine.live(), link) {
         (Some(table), Some(link)) => Some(Box::new(LocksForNextFirnd {
             table: Arc::clone(table),
             link: Arc::clone(link),
@@ -82,7 +81,7 @@ pub(crate) fn start(mount: &MountWithLocks<'_>) -> Result<Option<Arc<FileLocks>>
         dir,
         host,
         other_hosts: Box::new(move || hosts.others_living()),
-        keeping,
+        keeping: lock_keeping,
         kept: match taken_over {
             Some(taken_over) => take_kept_locks(taken_over, engine),
             None => KeptLocks::default(),
@@ -91,6 +90,16 @@ pub(crate) fn start(mount: &MountWithLocks<'_>) -> Result<Option<Arc<FileLocks>>
     FileLocks::start(setup)
         .map(Some)
         .map_err(AttachError::io("start the thread of locks"))
+}
+
+/// Makes the directory of lock files in the backing's `.firn` if it is missing, and returns it.
+fn make_lock_file_dir(
+    base: &DirBacking,
+    backing: &Path,
+) -> Result<<DirBacking as Volume>::Inode, AttachError> {
+    let to_error = own_error(backing);
+    let firn_dir = own::make_dir(base, &base.root(), TOP).map_err(&to_error)?;
+    own::make_dir(base, &firn_dir, FILE_LOCKS).map_err(|error| to_error(error.below(TOP)))
 }
 
 /// Keeps the locks of programs for the next firnd: the live table lists them, and the keeper holds the lock files, by
@@ -142,21 +151,27 @@ fn lock_file_label(lock_file: u64) -> Label {
 /// Returns the locks of programs that this firnd continues after the death of the one that served the mount.
 ///
 /// All hosts see a program's lock as a lock of a second file in the backing, its *lock file*. The keeper, the process
-/// that started this firnd, has held the lock files open. The live table, a mapped file, lists which program has which
+/// that started this firnd, has kept the lock files open. The live table, a mapped file, lists which program has which
 /// lock.
 ///
 /// A lock that lacks its lock file, or its program's open file, is not returned: it is removed from the live table, and
 /// the lock thread releases it in the backing.
 fn take_kept_locks(taken_over: &TakenOverMount, engine: &Engine<Store>) -> KeptLocks {
-    let lock_files = std::mem::take(&mut *taken_over.lock_files.lock());
+    let kept_lock_files = std::mem::take(&mut *taken_over.lock_files.lock());
     let resumed = &taken_over.resumed;
-    // The program still has the locked file open by the same handle, and the keeper has held the lock file.
+    // The program still has the locked file open by the same handle, and the keeper has kept the lock file open.
     let can_continue = |lock: &FileLock| {
-        let locked_file = engine
+        let locked_ino = engine
             .open_files
             .backing_inode_number(HandleId(lock.handle));
-        locked_file == Ok(lock.file) && lock_files.iter().any(|file| file.ino == lock.lock_file)
+        let has_lock_file = || {
+            kept_lock_files
+                .iter()
+                .any(|file| file.ino == lock.lock_file)
+        };
+        locked_ino == Ok(lock.file) && has_lock_file()
     };
+    // This drops all other locks from the live table.
     resumed.table.retain_file_locks(can_continue);
     let mut locks: HashMap<LockFileKey, Vec<HeldLock>> = HashMap::new();
     for stored in &resumed.contents.file_locks {
@@ -173,7 +188,7 @@ fn take_kept_locks(taken_over: &TakenOverMount, engine: &Engine<Store>) -> KeptL
         }
     }
     KeptLocks {
-        files: lock_files,
+        files: kept_lock_files,
         locks,
     }
 }

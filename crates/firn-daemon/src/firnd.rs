@@ -21,7 +21,7 @@ use rustix::process::{PidfdFlags, getppid, pidfd_open};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
-use crate::assembly::Assembled;
+use crate::assembly::StartedMount;
 use crate::attach::AttachedArena;
 use crate::backup;
 use crate::end::{self, SessionState, UnmountOutcome};
@@ -254,7 +254,7 @@ fn serve_mount(
     if let Some(taken_over) = &taken_over {
         if let Err(error) = taken_over.take_resumed_requests(&mut attached) {
             // Programs still have this mount, so the arena with its data stays for another firnd.
-            attached.stop_unseen(ArenaEnd::Keep);
+            attached.stop_before_visible(ArenaEnd::Keep);
             return Err(error);
         }
         // The kernel may have names of aborted transactions in its cache.
@@ -293,7 +293,8 @@ fn lock_mount(
     link: Option<&Arc<KeeperLink>>,
 ) -> Result<Locks, MountError> {
     let members = participants::members(options)?;
-    // The log layer is opened later, and publishes the terms again.
+    // The terms tell other hosts how this host mounts the backing. The log layer is opened later; it then publishes
+    // them again, with the logs.
     let serves_logs = false;
     let terms = terms_from_options(options, serves_logs);
     let locks = Locks::acquire(
@@ -303,15 +304,21 @@ fn lock_mount(
         LockSharing::from_options(options),
         link,
     )?;
-    if options.frontend == firn_config::Frontend::Fuse
-        && let Some(prefix) = waiting_tree(files)?
-    {
-        return Err(MountError::TreeWaits {
-            backing: checked.backing.clone(),
-            prefix,
-        });
+    if options.frontend == firn_config::Frontend::Fuse {
+        refuse_waiting_tree(checked, files)?;
     }
     Ok(locks)
+}
+
+/// Fails if a stub tree (empty files on tmpfs) of an earlier mount has names that are not in the backing yet.
+fn refuse_waiting_tree(checked: &CheckedPaths, files: &RuntimeFiles) -> Result<(), MountError> {
+    match waiting_tree(files)? {
+        None => Ok(()),
+        Some(prefix) => Err(MountError::TreeWaits {
+            backing: checked.backing.clone(),
+            prefix,
+        }),
+    }
 }
 
 /// Returns a pidfd of the process that ends the mount in place of firnd, if that process has started firnd itself.
@@ -335,7 +342,9 @@ struct MountContext<'a> {
     request: &'a MountRequest,
     checked: &'a CheckedPaths,
     link: Option<Arc<KeeperLink>>,
+    /// A pidfd of the process with which the mount ends.
     caller: Option<OwnedFd>,
+    /// The mount of a dead firnd that this firnd continues.
     taken_over: Option<&'a TakenOverMount>,
 }
 
@@ -364,7 +373,8 @@ impl Mount {
         let (sender, events) = mpsc::channel();
         let watched = watch_signals(sender.clone(), &checked.mount_point, caller, link.clone());
         if let Err(error) = watched {
-            attached.stop_unseen(MountSetup::arena_end_after_failure(taken_over));
+            // Programs may still have the mount of a dead firnd; its arena then stays for the next firnd.
+            attached.stop_before_visible(MountSetup::arena_end_after_failure(taken_over));
             return Err(error);
         }
         let setup = MountSetup {
@@ -376,7 +386,7 @@ impl Mount {
             link: link.clone(),
             taken_over,
         };
-        let Assembled { parts, frontend } = setup.assemble()?;
+        let StartedMount { parts, frontend } = setup.assemble()?;
         Ok(Self {
             link,
             attached,
@@ -432,39 +442,50 @@ impl Mount {
             link.notify_ending();
         }
         // A session that has not ended may still write, so its arena is kept even if it is empty now.
-        let arena_end = match held {
-            _ if outcome.session != SessionState::Ended => ArenaEnd::Keep,
-            HeldPolicy::Discard => ArenaEnd::Discard,
-            HeldPolicy::Drain | HeldPolicy::Keep => ArenaEnd::RemoveIfEmpty,
+        let arena_end = if outcome.session != SessionState::Ended {
+            ArenaEnd::Keep
+        } else {
+            match held {
+                HeldPolicy::Discard => ArenaEnd::Discard,
+                // Data that is to be kept makes the arena not empty, so it stays.
+                HeldPolicy::Drain | HeldPolicy::Keep => ArenaEnd::RemoveIfEmpty,
+            }
         };
-        let mut stop = StopContext::new(held, arena_end, is_forced, outcome.gave_up_backing);
-        self.parts.stop(&mut stop);
-        let result = self.check_remaining_data(&stop, checked);
+        let mut stop_context =
+            StopContext::new(held, arena_end, is_forced, outcome.gave_up_backing);
+        self.parts.stop(&mut stop_context);
+        let result = self.check_remaining_data(&stop_context, checked);
         if let Some(client) = client {
-            send_last_reply(&client, &result, stop.remaining_in_logs.written as u64);
+            let files_in_logs = stop_context.remaining_in_logs.written as u64;
+            send_last_reply(&client, &result, files_in_logs);
         }
         tracing::info!("ended");
         result
     }
 
     /// Returns an error if data stays in the arena (the host's memory), or files stay in logs, although both were to go
-    /// to the backing. The parts of the mount have stopped and have filled `stop`.
+    /// to the backing. The parts of the mount have stopped and have filled `context`.
     fn check_remaining_data(
         &self,
-        stop: &StopContext,
+        context: &StopContext,
         checked: &CheckedPaths,
     ) -> Result<(), MountError> {
         let backing = checked.backing.clone();
-        match (stop.remaining_bytes, stop.remaining_in_logs.error) {
-            (0, None) => Ok(()),
-            (0, Some(source)) => Err(MountError::LeftInLogs { backing, source }),
-            _ if stop.held_policy == HeldPolicy::Keep => Ok(()),
-            (bytes, _) => Err(MountError::Left {
-                bytes,
-                arena: self.attached.files.arena.clone(),
-                backing,
-            }),
+        if context.remaining_bytes == 0 {
+            return match context.remaining_in_logs.error {
+                None => Ok(()),
+                Some(source) => Err(MountError::FilesRemainInLogs { backing, source }),
+            };
         }
+        if context.held_policy == HeldPolicy::Keep {
+            return Ok(());
+        }
+        // Data in the arena is the worse failure, so an error of the logs is not returned beside it.
+        Err(MountError::DataRemains {
+            bytes: context.remaining_bytes,
+            arena: self.attached.files.arena.clone(),
+            backing,
+        })
     }
 
     /// Handles events (signals, unmounts, the end of the FUSE session) until the mount is gone. Between them it runs

@@ -61,6 +61,8 @@ impl Stubs {
     /// Begins a stub tree (empty files on tmpfs; the preload library serves their bytes) at `prefix`, or continues the
     /// tree of an earlier firnd. Programs do not find it before [`Stubs::publish`]. After a failure, a tmpfs that was
     /// mounted here is unmounted.
+    ///
+    /// `places_by_name` says that a file's name decides on which I/O server it lies.
     pub(crate) fn begin(
         engine: Arc<Engine<Store>>,
         backing: &Path,
@@ -69,6 +71,7 @@ impl Stubs {
         files: &RuntimeFiles,
         events: Sender<Event>,
     ) -> Result<Self, AttachError> {
+        // This mounts a tmpfs at `prefix` if that is needed.
         let has_mounted_tmpfs = check_place(prefix, &files.names)?;
         let options = TreeOptions {
             root: prefix.to_owned(),

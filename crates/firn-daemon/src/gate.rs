@@ -22,10 +22,6 @@
 //!   directories nor the request that commits or aborts.
 //! * Accesses are logged only while a transaction is open for which several hosts test each other for conflicts.
 //!
-//! Why a pass is sufficient: a transaction is prepared or decided from its open state only while its scope is quiesced.
-//! A scope is quiesced only when no change in it has a pass. So a change that was allowed when it got its pass stays
-//! allowed until it returns the pass.
-//!
 //! Which objects lie below a directory is read from the engine's tree of names, not from the backing. It decides which
 //! passes a quiesce waits for, which data is drained, and which direct access is revoked. A quiesced directory cannot
 //! be renamed. An object without a name counts as below each directory, because it may have been anywhere. Paths are
@@ -77,8 +73,9 @@ pub(crate) struct TransactionGate {
     watch: OnceLock<Weak<dyn ChangeWatch>>,
     /// Held while the log of accesses is emptied and switched. So the end of one transaction cannot switch it off for
     /// another.
-    switching: Mutex<()>,
-    /// Until this time the kernel may have names from an earlier firnd that this firnd does not know.
+    switch_lock: Mutex<()>,
+    /// Until this time the kernel may have names from an earlier firnd that this firnd does not know. `None` if this
+    /// firnd made the mount.
     foreign_names_until: Option<Instant>,
     /// Scopes of transactions that were aborted when an earlier firnd died. `None` if this firnd made the mount.
     undone_scopes: Option<UndoneScopes>,
@@ -146,7 +143,7 @@ impl TransactionGate {
             quiesced_count: AtomicUsize::new(0),
             accesses,
             watch: OnceLock::new(),
-            switching: Mutex::default(),
+            switch_lock: Mutex::default(),
             foreign_names_until: None,
             undone_scopes: None,
         }
@@ -285,7 +282,7 @@ impl TransactionGate {
 
     /// Lets `switch` empty the log of accesses and switch it on or off, one thread at a time.
     pub(crate) fn switch_accesses(&self, switch: impl FnOnce(&AccessLog)) {
-        let _switching = self.switching.lock();
+        let _switch_guard = self.switch_lock.lock();
         switch(&self.accesses);
     }
 
@@ -426,24 +423,23 @@ impl Gate for TransactionGate {
     /// above it are stopped (quiesced), and while its transaction waits for a commit or abort or is being committed.
     ///
     /// Fails with ECANCELED or EBUSY if the change may never become possible.
+    ///
+    /// A pass is sufficient, because a transaction is prepared or decided from its open state only while its scope is
+    /// quiesced, which is only when no change in it has a pass.
     fn enter_change(&self, inode: InodeId) -> Result<Pass<'_>, Errno> {
+        let admission = &self.store().admission;
         loop {
             // Changes wait only while a transaction is prepared or decided. That is rare, so it is tested before the
             // object is found.
-            if self.store().admission.changes_wait() {
-                self.store()
-                    .admission
-                    .await_change(&self.transactional_object(inode)?)?;
+            if admission.changes_wait() {
+                admission.await_change(&self.transactional_object(inode)?)?;
             }
             let pass = self.enter(inode);
             // A transaction may have been prepared before this change got its pass. The change then waits again,
             // without a pass.
-            if !self.store().admission.changes_wait()
-                || self
-                    .store()
-                    .admission
-                    .may_change(&self.transactional_object(inode)?)
-            {
+            let may_change_now = !admission.changes_wait()
+                || admission.may_change(&self.transactional_object(inode)?);
+            if may_change_now {
                 return Ok(pass);
             }
         }
@@ -469,17 +465,24 @@ impl Gate for TransactionGate {
         let Some(scopes) = &self.undone_scopes else {
             return Ok(());
         };
-        let is_lost = |handle| self.engine.open_files.inode_of_handle(handle).is_none();
         // A handle is lost if an earlier firnd had opened it and this firnd could not resume it.
+        let is_lost = |handle| self.engine.open_files.inode_of_handle(handle).is_none();
         let has_lost_handle = match object {
-            ChangedObject::Handle(_, handle) if !is_lost(handle) => return Ok(()),
-            ChangedObject::Closed(_, handle) if is_lost(handle) => return Err(Errno::CANCELED),
-            ChangedObject::Closed(..) => return Ok(()),
-            ChangedObject::Handle(..) => true,
+            // A close needs only its handle.
+            ChangedObject::Closed(_, handle) => {
+                return if is_lost(handle) {
+                    Err(Errno::CANCELED)
+                } else {
+                    Ok(())
+                };
+            }
+            ChangedObject::Handle(_, handle) => is_lost(handle),
             ChangedObject::Inode(_) | ChangedObject::Name(..) => false,
         };
-        // Most changes of a mount that an earlier firnd served need no check of scopes, the paths of aborted
-        // transactions.
+        if matches!(object, ChangedObject::Handle(..)) && !has_lost_handle {
+            return Ok(());
+        }
+        // Most changes need no check of scopes, because the programs of all aborted transactions were told.
         if scopes.has_uninformed_scope() {
             let path = self.path_of_change(object);
             if has_lost_handle || path.is_some() {

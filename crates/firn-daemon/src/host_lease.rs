@@ -1,9 +1,11 @@
 //! The lease of this host on a backing, `.firn/host-NAME/lease`: a lock and a record that show other hosts that this
 //! one is alive.
 //!
-//! One file and one thread serve all uses that the host shares with others there: transactions of several hosts, tokens
-//! (locks of I/O servers), lanes (I/O servers) and logs of files. A *heartbeat* is one renewal of the record by that
-//! thread. The file `terms` beside it says how the host mounts ([`crate::peers`]).
+//! One file and one thread serve all uses of the backing that concern other hosts too: transactions of several hosts,
+//! tokens (locks of I/O servers), lanes (I/O servers) and logs of files. A *heartbeat* is one renewal of the record by
+//! that thread. The file `terms` beside it says how the host mounts ([`crate::peers`]).
+//!
+//! Locks *reach* other hosts if a lock of one host excludes all hosts that use the file system.
 //!
 //! Promises
 //! * While a [`HostLease`] is taken, no other firnd (process that serves a mount) and no `firn recover --host` acts in
@@ -41,17 +43,18 @@ const TAKE_RETRY_EVERY: Duration = Duration::from_millis(50);
 /// holder must wait until the lease counts as stale.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Returns whether this use is safe on a file system whose locks exclude processes of the same host only.
+/// Returns whether this use is safe on a file system with locks that exclude processes of the same host only.
 ///
 /// * Logs are safe: each host writes its own log. Without locks, the heartbeats show that a host is alive, and late
 ///   writes of a host that counts as dead go to the next generation of the log.
-/// * Lanes are safe: nothing depends on the lease.
+/// * Lanes are safe: the lease only shows other hosts how this one mounts.
 /// * Transactions and tokens need locks that exclude other hosts.
 fn is_safe_with_local_locks(purpose: LeaseUse) -> bool {
     matches!(purpose, LeaseUse::Logs | LeaseUse::Lanes)
 }
 
-/// Returns the error of a mount whose use needs locks that exclude other hosts.
+/// Returns the error of a mount with a use that needs locks which exclude other hosts. A use for lanes has no error of
+/// its own, and gets that of tokens.
 fn reach_error(purpose: LeaseUse, backing: &Path, reason: &ReachError) -> AttachError {
     let backing = backing.into();
     let reason = reason.to_string();
@@ -152,7 +155,7 @@ struct AcquiredLease {
     holder: Holder,
     /// The uses that other hosts can see in the record.
     uses: BTreeSet<LeaseUse>,
-    /// Whether locks reach other hosts; `None` until this is checked.
+    /// Whether locks reach other hosts, or why not; `None` until this is checked.
     reach: Option<Result<(), ReachError>>,
     state: Arc<LeaseState>,
     /// Sends uses to the thread, which alone writes the record. The drop of the sender ends the thread.
@@ -190,11 +193,11 @@ impl HostLease {
         terms: &Terms,
     ) -> Result<(), AttachError> {
         let is_first = self.lease.is_none();
-        let used = self.acquire_and_add_use(purpose, host, terms);
-        if used.is_err() && is_first {
+        let result = self.acquire_and_add_use(purpose, host, terms);
+        if result.is_err() && is_first {
             self.lease = None;
         }
-        used
+        result
     }
 
     /// Shows other hosts that this host uses the backing for `purpose`, and how it mounts the backing (`terms`). Both
@@ -226,8 +229,9 @@ impl HostLease {
         // The use is published before this host reads what others have published. So of two hosts that mount at once,
         // at least one sees the other.
         lease.add_use(purpose, terms, &self.backing)?;
-        // The inner result says whether locks reach other hosts, the outer one whether the backing could be asked.
-        match lease.find_reach(&self.backing)? {
+        // `?` returns if the backing cannot be asked at all.
+        let locks_reach_hosts = lease.find_reach(&self.backing)?;
+        match locks_reach_hosts {
             Ok(()) => Ok(()),
             Err(ReachError::StaysOnHost { .. }) if is_safe_with_local_locks(purpose) => Ok(()),
             Err(ReachError::Own(error)) => Err(own_error(&self.backing)(error.clone())),
@@ -249,20 +253,22 @@ impl HostLease {
         let Some(dir) = find_host_dir(&base, host).map_err(&to_error)? else {
             return Ok(None);
         };
-        let last_heartbeat = Heartbeat::read(&base, &dir).map_err(&to_error)?;
-        let last_heartbeat = last_heartbeat.as_ref();
-        let used_transactions =
+        let stored_heartbeat = Heartbeat::read(&base, &dir).map_err(&to_error)?;
+        let last_heartbeat = stored_heartbeat.as_ref();
+        let may_have_transactions =
             last_heartbeat.is_some_and(|heartbeat| heartbeat.may_have_use(LeaseUse::Transactions));
-        let has_transactions = used_transactions
+        let has_transactions = may_have_transactions
             || TransactionalBacking::has_transactions_in(&base, &dir)
                 .map_err(AttachError::transactions(&self.backing))?;
-        let is_lease_unreleased = last_heartbeat.is_some_and(|heartbeat| !heartbeat.is_released());
-        if !has_transactions && !is_lease_unreleased {
+        // A host without a heartbeat has no lease to release.
+        let is_lease_released = last_heartbeat.is_none_or(Heartbeat::is_released);
+        if !has_transactions && is_lease_released {
             return Ok(None);
         }
         let purpose = if has_transactions {
             LeaseUse::Transactions
         } else {
+            // `Tokens` stands for a use that the record does not name, or that this version cannot read.
             last_heartbeat
                 .and_then(first_use)
                 .unwrap_or(LeaseUse::Tokens)
@@ -318,23 +324,20 @@ impl AcquiredLease {
             Some(lease) => lease,
             None => acquire_lease(&base, &dir, purpose, &holder, backing)?,
         };
-        let link = link.cloned();
-        if let (Some(link), Some(descriptor)) = (&link, lease.descriptor(&base))
-            && let Err(error) = link.keep_descriptor(Tag::Lease, descriptor.as_fd())
-        {
-            tracing::warn!(%error, "the lease of this host does not outlive firnd: if firnd dies, other hosts count \
-                this host as dead until the next firnd runs");
+        if let Some(link) = link {
+            give_lease_to_keeper(link, &lease, &base);
         }
         let uses = BTreeSet::from([purpose]);
         let state = Arc::new(LeaseState::default());
         let (request_sender, requests) = mpsc::channel();
         let (released_sender, released) = mpsc::channel();
+        let thread_link = link.cloned();
         let thread_state = Arc::clone(&state);
         std::thread::Builder::new()
             .name("firn-lease".into())
             .spawn(move || {
                 renew_until_stopped(&base, &dir, lease, &thread_state, &requests);
-                if let Some(link) = link {
+                if let Some(link) = thread_link {
                     link.drop_descriptor(Tag::Lease.into());
                 }
                 // The end of the mount waits for this message only for some time.
@@ -390,8 +393,9 @@ impl AcquiredLease {
         }
     }
 
-    /// Returns whether locks exclude other hosts. The first call checks this, which may take
-    /// [`firn_hosts::STALE_AFTER`]; later calls return the same answer.
+    /// Returns whether locks exclude other hosts: the inner result has the reason if they do not. The first call checks
+    /// this, which may take [`firn_hosts::STALE_AFTER`]; later calls return the same answer. The outer result fails if
+    /// the backing cannot be opened.
     fn find_reach(&mut self, backing: &Path) -> Result<&Result<(), ReachError>, AttachError> {
         let reach = match self.reach.take() {
             Some(reach) => reach,
@@ -528,11 +532,11 @@ pub(crate) fn release_leases_of_arena(backing: &Path, arena: &Path) -> Result<()
     Ok(())
 }
 
-/// Releases the lease (the locked file of a host in the backing) that this host had before its last boot. Returns the
+/// Releases the lease (the locked file of a host in the backing) that this host took before its last boot. Returns the
 /// bytes that only the host's memory had then, which are lost; `None` if there is no such lease.
 ///
 /// Call this only if there is no arena.
-pub(crate) fn release_lease_of_last_boot(
+pub(crate) fn release_lease_of_earlier_boot(
     backing: &Path,
     host: &str,
     arena: &Path,
@@ -546,7 +550,7 @@ pub(crate) fn release_lease_of_last_boot(
         return Ok(None);
     };
     let own_holder = this_process_as_holder(host)?;
-    let is_of_last_boot = heartbeat
+    let is_of_earlier_boot = heartbeat
         .holder()
         .is_some_and(|last_holder| last_holder.boot != own_holder.boot);
     let (Some(report), Some(purpose)) = (report_in_heartbeat(&heartbeat), first_use(&heartbeat))
@@ -555,14 +559,13 @@ pub(crate) fn release_lease_of_last_boot(
     };
     // A mount of another user of this host may have had the lease; its arena has another path.
     let is_ours = report.arena.as_path() == arena;
-    if !is_ours || !is_of_last_boot || heartbeat.is_released() {
+    if !is_ours || !is_of_earlier_boot || heartbeat.is_released() {
         return Ok(None);
     }
     let lease = match Lease::acquire(&base, &dir, purpose, &own_holder, &mut std::thread::sleep) {
         Ok(lease) => lease,
-        // Another host has the same name.
-        Err(LeaseError::Held { .. } | LeaseError::Unreached { .. }) => return Ok(None),
         Err(LeaseError::Own(error)) => return Err(to_error(error)),
+        // Another process has the lease, perhaps on another host of the same name, or the file cannot be locked.
         Err(_) => return Ok(None),
     };
     // Logs and transactions that other hosts have seen stay in the backing.
@@ -587,6 +590,17 @@ fn this_process_as_holder(host: &str) -> Result<Holder, AttachError> {
     Holder::this_process(host).map_err(AttachError::io("read the boot id of this host"))
 }
 
+/// Gives the keeper a copy of the descriptor of the locked file, so that the lease outlives this process. A failure is
+/// only logged.
+fn give_lease_to_keeper(link: &KeeperLink, lease: &Lease<DirBacking>, base: &DirBacking) {
+    if let Some(descriptor) = lease.descriptor(base)
+        && let Err(error) = link.keep_descriptor(Tag::Lease, descriptor.as_fd())
+    {
+        tracing::warn!(%error, "the lease of this host does not outlive firnd: if firnd dies, other hosts count \
+            this host as dead until the next firnd runs");
+    }
+}
+
 /// Resumes the lease of a serving process that died: the locked file that shows other hosts that this one is alive. The
 /// keeper, the process that started this one, has kept its locked descriptor open.
 ///
@@ -599,15 +613,17 @@ fn resume_kept_lease(
     purpose: LeaseUse,
     holder: &Holder,
 ) -> Option<Lease<DirBacking>> {
-    let kept = link.copy_kept_descriptor(Tag::Lease).transpose()?;
-    let resumed = match kept {
-        Ok(descriptor) => {
+    let resumed = match link.copy_kept_descriptor(Tag::Lease) {
+        // The keeper has no descriptor of a lease.
+        Ok(None) => return None,
+        Ok(Some(descriptor)) => {
             Lease::resume(base, dir, purpose, holder, descriptor).map_err(|error| error.to_string())
         }
         Err(error) => Err(error.to_string()),
     };
     match resumed {
         Ok(Some(lease)) => return Some(lease),
+        // The descriptor is not of this lease any more.
         Ok(None) => {}
         Err(error) => tracing::warn!(error, "cannot continue the lease of the earlier firnd"),
     }

@@ -46,7 +46,7 @@ use rustix::process::{
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 pub(crate) use link::{KeeperHandover, KeeperLink, NextFirnd, ResumedMount};
-use message::{KeptDescriptor, LastUpgrade, Message, Socket};
+use message::{KeptDescriptor, Message, Socket, UpgradeResult};
 pub(crate) use message::{Label, Tag, uptime};
 use watchdog::{Watchdog, WatchdogAction};
 
@@ -85,7 +85,7 @@ struct Keeper {
     recent_failures: Vec<Instant>,
     /// Number of failures since a firnd last served for [`STABLE_SERVICE_MIN`].
     consecutive_failures: u32,
-    last_upgrade: LastUpgrade,
+    last_upgrade: UpgradeResult,
     /// The watchdog of the firnd that serves, if there is one.
     watchdog: Option<Watchdog>,
 }
@@ -178,7 +178,7 @@ impl Keeper {
             state: FirndState::Starting { is_first: true },
             recent_failures: Vec::new(),
             consecutive_failures: 0,
-            last_upgrade: LastUpgrade::None,
+            last_upgrade: UpgradeResult::None,
             watchdog: None,
         })
     }
@@ -207,7 +207,7 @@ impl Keeper {
             state: FirndState::Serving(Instant::now()),
             recent_failures: Vec::new(),
             consecutive_failures: 0,
-            last_upgrade: LastUpgrade::None,
+            last_upgrade: UpgradeResult::None,
             watchdog: None,
         })
     }
@@ -243,7 +243,7 @@ impl Keeper {
         let earlier = EarlierFirnd {
             death_time,
             last_upgrade: if is_upgrade {
-                LastUpgrade::Done
+                UpgradeResult::Done
             } else {
                 self.last_upgrade
             },
@@ -312,7 +312,7 @@ impl Keeper {
             Message::Drop(label) => self.kept.retain(|kept| kept.label != label),
             Message::Serving => {
                 if matches!(self.state, FirndState::Upgrading { .. }) {
-                    self.finish_upgrade(LastUpgrade::Done);
+                    self.finish_upgrade(UpgradeResult::Done);
                 }
                 self.state = FirndState::Serving(Instant::now());
             }
@@ -332,22 +332,26 @@ impl Keeper {
 
     /// Ends an upgrade with this result. If it succeeded, its program and its mount request are used for each next
     /// firnd; otherwise both are dropped.
-    fn finish_upgrade(&mut self, result: LastUpgrade) {
+    fn finish_upgrade(&mut self, result: UpgradeResult) {
         self.last_upgrade = result;
         for (next_tag, current_tag) in [
             (Tag::NextProgram, Tag::Program),
             (Tag::NextRequest, Tag::Request),
         ] {
-            let position = self.kept.iter().position(|kept| kept.label.tag == next_tag);
-            let Some(index) = position else {
+            let Some(descriptor) = self.take_descriptor(next_tag) else {
                 continue;
             };
-            let descriptor = self.kept.remove(index).descriptor;
-            if result == LastUpgrade::Done {
+            if result == UpgradeResult::Done {
                 let label = current_tag.into();
                 self.keep_descriptor(KeptDescriptor { label, descriptor });
             }
         }
+    }
+
+    /// Removes the descriptor with this tag from the kept ones, and returns it.
+    fn take_descriptor(&mut self, tag: Tag) -> Option<OwnedFd> {
+        let index = self.kept.iter().position(|kept| kept.label.tag == tag)?;
+        Some(self.kept.remove(index).descriptor)
     }
 
     /// Keeps a descriptor, and drops the one with the same label.
@@ -374,7 +378,7 @@ impl Keeper {
     /// not begun to serve in time.
     fn ping_or_kill_firnd(&mut self) {
         let now = Instant::now();
-        let is_late = match (self.state, &mut self.watchdog) {
+        let must_kill = match (self.state, &mut self.watchdog) {
             (FirndState::Upgrading { deadline }, _) => deadline <= now,
             (FirndState::Serving(_), Some(watchdog)) => match watchdog.next_action(now) {
                 WatchdogAction::Wait(_) => false,
@@ -384,15 +388,14 @@ impl Keeper {
                     false
                 }
                 WatchdogAction::Kill => {
-                    // The time begins again, so a firnd that a hanging system call keeps alive gets the signal once
-                    // more.
-                    watchdog.record_answer(now);
+                    // A firnd that a hanging system call keeps alive gets the signal once more after the same time.
+                    watchdog.restart(now);
                     true
                 }
             },
             _ => false,
         };
-        if is_late {
+        if must_kill {
             self.write_to_log("firn-keeper: firnd does not answer, and is killed\n");
             // The call fails only if the process has ended, which the caller sees by the pidfd.
             let _ = pidfd_send_signal(&self.firnd, Signal::KILL);
@@ -412,7 +415,7 @@ impl Keeper {
             // The mount was never made; `firn mount` reports why.
             FirndState::Starting { is_first: true } => return NextStep::Exit,
             FirndState::Upgrading { .. } => {
-                self.finish_upgrade(LastUpgrade::Refused);
+                self.finish_upgrade(UpgradeResult::Refused);
                 return NextStep::StartFirnd;
             }
             FirndState::Ending => return NextStep::AbortMount,
@@ -488,7 +491,7 @@ impl StartedFirnd {
         }
         self.socket.send_begin(
             earlier.map(|earlier| earlier.death_time),
-            earlier.map_or(LastUpgrade::None, |earlier| earlier.last_upgrade),
+            earlier.map_or(UpgradeResult::None, |earlier| earlier.last_upgrade),
         )
     }
 }
@@ -499,7 +502,7 @@ struct EarlierFirnd {
     /// When the keeper saw the end of the earlier firnd, as time since the boot.
     death_time: Duration,
     /// Result of the last upgrade of the mount.
-    last_upgrade: LastUpgrade,
+    last_upgrade: UpgradeResult,
     /// The next firnd is the first one of an upgrade, so its standard output is the report of the upgrade.
     is_upgrade: bool,
 }
@@ -535,33 +538,13 @@ fn start_firnd(
     earlier: Option<EarlierFirnd>,
 ) -> io::Result<StartedFirnd> {
     let (keeper_socket, firnd_socket) = Socket::pair()?;
-    let find_descriptor = |tag| descriptors.iter().find(|labeled| labeled.label.tag == tag);
-    if let Some(request) = find_descriptor(Tag::Request) {
+    if let Some(request) = find_descriptor(&descriptors, Tag::Request) {
         // All descriptors of the request share one position, and each firnd reads the request from its beginning.
-        File::from(request.descriptor.try_clone_to_owned()?).rewind()?;
+        File::from(request.try_clone_to_owned()?).rewind()?;
     }
-    let program = match find_descriptor(Tag::Program) {
-        Some(labeled) => format!("/proc/self/fd/{}", labeled.descriptor.as_raw_fd()),
-        None => "/proc/self/exe".to_owned(),
-    };
-    let mut command = Command::new(program);
-    command
-        .arg0("firnd")
-        .arg(KEPT)
-        .stdin(firnd_socket.into_stdio());
-    // The first firnd of a mount inherits the pipe to `firn mount` as stdout.
-    if let Some(earlier) = earlier {
-        let report = find_descriptor(Tag::UpgradeReport).filter(|_| earlier.is_upgrade);
-        command.stdout(match report {
-            Some(report) => report.descriptor.try_clone_to_owned()?.into(),
-            None => Stdio::null(),
-        });
-    }
-    if let Some(log) = find_descriptor(Tag::Log) {
-        command.stderr(log.descriptor.try_clone_to_owned()?);
-    }
+    let mut command = firnd_command(&descriptors, earlier, firnd_socket)?;
     let pid = Pid::from_child(&command.spawn()?);
-    // The command holds firnd's end of the socket. If it stayed open, this process would wait for a dead firnd to read.
+    // The command holds firnd's end of the socket. If it stayed open, a send to a dead firnd would block for ever.
     drop(command);
     let started = StartedFirnd {
         socket: keeper_socket,
@@ -572,6 +555,44 @@ fn start_firnd(
     // its end later.
     let _ = started.send_all(&descriptors, earlier);
     Ok(started)
+}
+
+/// Returns the first descriptor with this tag.
+fn find_descriptor<'a>(descriptors: &[LabeledDescriptor<'a>], tag: Tag) -> Option<BorrowedFd<'a>> {
+    let labeled = descriptors
+        .iter()
+        .find(|labeled| labeled.label.tag == tag)?;
+    Some(labeled.descriptor)
+}
+
+/// Returns the command that starts firnd, with its program, socket, standard output and log taken from `descriptors`.
+fn firnd_command(
+    descriptors: &[LabeledDescriptor<'_>],
+    earlier: Option<EarlierFirnd>,
+    firnd_socket: Socket,
+) -> io::Result<Command> {
+    let program = match find_descriptor(descriptors, Tag::Program) {
+        Some(program) => format!("/proc/self/fd/{}", program.as_raw_fd()),
+        None => "/proc/self/exe".to_owned(),
+    };
+    let mut command = Command::new(program);
+    command
+        .arg0("firnd")
+        .arg(KEPT)
+        .stdin(firnd_socket.into_stdio());
+    // The first firnd of a mount inherits the pipe to `firn mount` as stdout.
+    if let Some(earlier) = earlier {
+        let upgrade_report =
+            find_descriptor(descriptors, Tag::UpgradeReport).filter(|_| earlier.is_upgrade);
+        command.stdout(match upgrade_report {
+            Some(report) => report.try_clone_to_owned()?.into(),
+            None => Stdio::null(),
+        });
+    }
+    if let Some(log) = find_descriptor(descriptors, Tag::Log) {
+        command.stderr(log.try_clone_to_owned()?);
+    }
+    Ok(command)
 }
 
 /// Replaces the standard descriptors by /dev/null. Otherwise a process that waits for their end would wait for the

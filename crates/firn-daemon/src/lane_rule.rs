@@ -47,7 +47,7 @@ pub(crate) struct LaneChoice {
 
 /// Returns the lane (I/O server) that a new file at this path below the mount point gets, and the reason. The lane is
 /// `None` if the choice depends on existing files, or if there is no file name.
-pub(crate) fn explain_rule(rule: &Rule, path: &Path) -> LaneChoice {
+pub(crate) fn explain_lane_choice(rule: &Rule, path: &Path) -> LaneChoice {
     let Some(name) = path.file_name() else {
         return LaneChoice {
             lane: None,
@@ -66,10 +66,10 @@ pub(crate) fn explain_rule(rule: &Rule, path: &Path) -> LaneChoice {
     };
     let reason = match reason {
         Reason::Line(line) => format!("line {line} of the lane map matches"),
-        Reason::Number(number) => {
+        Reason::Number(sum) => {
             let count = rule.lane_count();
             format!(
-                "the numbers in its path add up to {number}, modulo {count} lanes; if that lane has far more than its \
+                "the numbers in its path add up to {sum}, modulo {count} lanes; if that lane has far more than its \
                  share of the directory's files, the lane with the fewest is chosen"
             )
         }

@@ -1,10 +1,10 @@
-//! Makes one process, firnd, from the crates of Firn: it serves one mount of a backing directory, from the first checks
-//! to the end.
+//! This crate is firnd, the process that serves one mount of a backing directory, from the first checks to the end. It
+//! also has the commands that work on a backing without a mount.
 //!
-//! [`mount()`] starts a firnd and returns when its mount is usable; [`firnd_main`] is that process. The arena is shared
-//! memory with the bytes that are not in the backing yet: [`recover()`] copies them there without a mount, and
-//! [`check()`] reads them without changing anything. firn-engine decides what happens to files, and firn-config has the
-//! options. This crate connects them.
+//! [`mount()`] starts a firnd and returns when its mount is usable; [`firnd_main`] is the main function of that
+//! process. The arena is shared memory with the bytes that are not in the backing yet: [`recover()`] copies them there
+//! without a mount, and [`check()`] reads them without changing anything. firn-engine decides what happens to files,
+//! and firn-config has the options. This crate connects them.
 
 mod answers;
 mod arena_opening;

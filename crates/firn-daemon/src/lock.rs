@@ -32,7 +32,7 @@ use crate::host_lease::{HostLease, LeaseState};
 use crate::keeper::{KeeperLink, Tag};
 use crate::mountinfo;
 
-/// How long a mount waits for a lock whose holder may be a killed firnd. The kernel releases the locks of a killed
+/// How long a mount waits for a lock that a killed firnd may hold. The kernel releases the locks of a killed
 /// process after it has freed the process's memory, which takes less time than this even for a large arena.
 pub(crate) const ENDING_PROCESS_TIMEOUT: Duration = Duration::from_secs(5);
 /// Timeout for the answer of a firnd to the question where its mount is.
@@ -82,40 +82,56 @@ pub(crate) struct Locks {
 #[derive(Debug)]
 pub(crate) struct LockedFile {
     descriptor: OwnedFd,
-    /// The keeper that has a copy of the descriptor, and its label.
-    keeper_copy: Option<(Arc<KeeperLink>, Tag)>,
+    /// Where the keeper has a copy of the descriptor; `None` without a keeper.
+    keeper_slot: Option<KeeperSlot>,
+}
+
+/// The place of a descriptor in the keeper, the process that starts the next firnd.
+#[derive(Debug)]
+struct KeeperSlot {
+    link: Arc<KeeperLink>,
+    /// The label of the descriptor.
+    tag: Tag,
+}
+
+impl KeeperSlot {
+    /// Returns the place with the label `tag`; `None` without a keeper.
+    fn new(link: Option<&Arc<KeeperLink>>, tag: Tag) -> Option<Self> {
+        let link = Arc::clone(link?);
+        Some(Self { link, tag })
+    }
 }
 
 impl LockedFile {
     /// Locks the file `opened`, or resumes the lock that an earlier serving process had when it died. The keeper, the
     /// process that starts the next one, has then kept the locked descriptor open.
     ///
-    /// `keeper_copy` is the keeper, and the tag under which it has or gets a copy of the descriptor. If another process
-    /// has the lock, `wait` is called; it returns once the file is locked, or fails.
+    /// `keeper_slot` is the place where the keeper has or gets a copy of the descriptor. If another process has the
+    /// lock, `wait_and_lock` is called; it returns once the file is locked, or fails.
     fn lock(
         opened: OwnedFd,
         sharing: LockSharing,
-        keeper_copy: Option<(&Arc<KeeperLink>, Tag)>,
-        wait: impl FnOnce(&OwnedFd) -> Result<(), AttachError>,
+        keeper_slot: Option<KeeperSlot>,
+        wait_and_lock: impl FnOnce(&OwnedFd) -> Result<(), AttachError>,
     ) -> Result<Self, AttachError> {
         // The earlier firnd's descriptor still has the lock, and a new one would wait for it.
-        let earlier = match keeper_copy {
-            Some((link, tag)) => find_kept_descriptor_of(&opened, link, tag)?,
+        let earlier = match &keeper_slot {
+            Some(slot) => find_kept_descriptor_of(&opened, &slot.link, slot.tag)?,
             None => None,
         };
         let descriptor = earlier.unwrap_or(opened);
         if !try_lock(&descriptor, sharing) {
-            wait(&descriptor)?;
+            wait_and_lock(&descriptor)?;
         }
-        if let Some((link, tag)) = keeper_copy
-            && let Err(error) = link.keep_descriptor(tag, descriptor.as_fd())
+        if let Some(slot) = &keeper_slot
+            && let Err(error) = slot.link.keep_descriptor(slot.tag, descriptor.as_fd())
         {
             tracing::warn!(%error, "the keeper, which restarts firnd, does not hold a lock of this mount: if firnd \
                 dies, another process may take it first");
         }
         Ok(Self {
             descriptor,
-            keeper_copy: keeper_copy.map(|(link, tag)| (Arc::clone(link), tag)),
+            keeper_slot,
         })
     }
 }
@@ -128,7 +144,7 @@ impl AsFd for LockedFile {
 
 impl Drop for LockedFile {
     fn drop(&mut self) {
-        if let Some((link, tag)) = &self.keeper_copy {
+        if let Some(KeeperSlot { link, tag }) = &self.keeper_slot {
             // The close alone would not release a lock of which the keeper has a copy.
             if let Err(error) = flock(&self.descriptor, FlockOperation::Unlock) {
                 tracing::warn!(%error, "cannot release a lock of the mount before its keeper, which restarts firnd, \
@@ -228,9 +244,9 @@ pub(crate) fn lock_arena(
     link: Option<&Arc<KeeperLink>>,
 ) -> Result<LockedFile, AttachError> {
     let file = open_private_file(CWD, arena, OFlags::RDWR)?;
-    let keeper_copy = link.map(|link| (link, Tag::ArenaLock));
-    LockedFile::lock(file, LockSharing::Exclusive, keeper_copy, |file| {
-        wait_for_ending_process(file, LockSharing::Exclusive, backing, files)
+    let keeper_slot = KeeperSlot::new(link, Tag::ArenaLock);
+    LockedFile::lock(file, LockSharing::Exclusive, keeper_slot, |file| {
+        lock_when_holder_ends(file, LockSharing::Exclusive, backing, files)
     })
 }
 
@@ -248,9 +264,9 @@ fn lock_backing_dir(
             path: backing.into(),
             source: errno.into(),
         })?;
-    let keeper_copy = link.map(|link| (link, Tag::BackingLock));
-    LockedFile::lock(directory, sharing, keeper_copy, |directory| {
-        wait_for_ending_process(directory, sharing, backing, files)
+    let keeper_slot = KeeperSlot::new(link, Tag::BackingLock);
+    LockedFile::lock(directory, sharing, keeper_slot, |directory| {
+        lock_when_holder_ends(directory, sharing, backing, files)
     })
 }
 
@@ -273,9 +289,9 @@ fn try_lock(fd: &impl AsFd, sharing: LockSharing) -> bool {
     }
 }
 
-/// Takes a lock that another process has, which may be ending. Fails with a description of the holder if a firnd
-/// answers on its control socket that it has the backing, or if the lock is not free after [`ENDING_PROCESS_TIMEOUT`].
-fn wait_for_ending_process(
+/// Waits for the end of the process that has a lock, and then takes the lock. Fails with a description of that process
+/// if it is a firnd that answers on its control socket, or if the lock is not free after [`ENDING_PROCESS_TIMEOUT`].
+fn lock_when_holder_ends(
     fd: &impl AsFd,
     sharing: LockSharing,
     backing: &Path,
@@ -283,13 +299,13 @@ fn wait_for_ending_process(
 ) -> Result<(), AttachError> {
     let deadline = Instant::now() + ENDING_PROCESS_TIMEOUT;
     loop {
-        // Both descriptions complete a sentence that begins with the backing.
-        let holder = match ask_mount_point(&files.socket) {
+        // The description follows the backing in the text of the error.
+        let holder_description = match describe_answering_holder(&files.socket) {
             Some(description) => Some(description),
             None if Instant::now() >= deadline => Some(describe_mount_of(backing)),
             None => None,
         };
-        if let Some(by) = holder {
+        if let Some(by) = holder_description {
             return Err(AttachError::Held {
                 backing: backing.into(),
                 by,
@@ -302,9 +318,9 @@ fn wait_for_ending_process(
     }
 }
 
-/// Asks the firnd behind a control socket where it is mounted, and describes that mount for an error message. `None` if
-/// no firnd of this user answers within a second.
-fn ask_mount_point(socket: &Path) -> Option<String> {
+/// Describes the firnd behind a control socket for an error message, as ` at MOUNT_POINT by firnd with pid PID`. `None`
+/// if no firnd of this user answers within a second, for any reason.
+fn describe_answering_holder(socket: &Path) -> Option<String> {
     let mut stream = UnixStream::connect(socket).ok()?;
     firn_trust::check_peer(&stream, rustix::process::geteuid().as_raw()).ok()?;
     stream.set_read_timeout(Some(ASK_TIMEOUT)).ok()?;

@@ -5,7 +5,7 @@
 //! * A *container* is a directory with the logs of one file, from an open for writing to their flattening.
 //! * To *flatten* a file is to make the plain file from its logs.
 //! * To *settle* a file is to do the work that its last close has left for later, such as flattening.
-//! * *Work under way* is a file of which other hosts flatten parts at this moment.
+//! * A file is *under way* while other hosts flatten parts of it.
 //!
 //! Parts: [`open_store`] makes the layer. A [`Settler`] is the thread of a mount that settles files; a [`Flattener`]
 //! sends it requests. [`flatten`] and [`flatten_with_loss`] work on a backing without a mount.
@@ -14,7 +14,8 @@
 //! * A backing that has containers is never opened without its logs, so logged files are complete in every mount.
 //! * A host that writes to logs has a lease (a lock and a record that show that it is alive), and no other process
 //!   writes in its name.
-//! * A mount without logs, over a backing without containers, reads `.firn/log` once and costs nothing more.
+//! * A mount without logs, over a backing without containers, reads the directory `.firn/log` once and has no further
+//!   cost.
 //!
 //! Relies on `firn_log` for the layer itself, and on [`LivingHosts`] to know which hosts may still write.
 
@@ -82,9 +83,10 @@ pub(crate) fn open_store(
     let may_write = !options.read_only;
     let logs_new_files =
         new_files == NewFiles::ByOptions && options.layout == Layout::Log && may_write;
-    let needs_logs =
-        logs_new_files || has_containers(backing, &base)? || do_other_hosts_log(backing, options)?;
-    if !needs_logs {
+    let needs_log_layer = logs_new_files
+        || has_containers(backing, &base)?
+        || is_other_host_logging(backing, options)?;
+    if !needs_log_layer {
         if may_write {
             // A killed process may have begun to remove the last logs. That removal is finished here.
             firn_log::remove_half_removed_containers(&base).map_err(own_error(backing))?;
@@ -98,8 +100,21 @@ pub(crate) fn open_store(
         lease.begin_use(LeaseUse::Logs, &host, &terms)?;
     }
     let hosts = LivingHosts::open(backing, LeaseUse::Logs, &host)?;
+    let setup = log_setup(options, host, hosts, logs_new_files);
+    let descriptors = nameless_files
+        .iter()
+        .map(|file| file.descriptor.try_clone())
+        .collect::<Result<_, _>>()
+        .map_err(AttachError::io("duplicate a descriptor"))?;
+    let logs = LogBacking::resume(base, setup, descriptors).map_err(own_error(backing))?;
+    Ok(LoggableStore::Upper(logs))
+}
+
+/// Returns the settings of the layer of logs. `logs_new_files` says whether new files go to logs; `hosts` knows which
+/// hosts are alive.
+fn log_setup(options: &Options, host: String, hosts: LivingHosts, logs_new_files: bool) -> Setup {
     let patterns = log_file_patterns(options);
-    let setup = Setup {
+    Setup {
         host,
         chooses: Box::new(move |name: &OsStr| {
             logs_new_files && (patterns.is_empty() || patterns.is_match(name))
@@ -111,15 +126,8 @@ pub(crate) fn open_store(
         lag_max: OTHER_HOSTS_LAG_MAX,
         unit_bytes: UNIT_BYTES,
         when_closed: when_closed(options),
-        flattens_read: may_write && options.flatten == Flatten::Read,
-    };
-    let descriptors = nameless_files
-        .iter()
-        .map(|file| file.descriptor.try_clone())
-        .collect::<Result<_, _>>()
-        .map_err(AttachError::io("duplicate a descriptor"))?;
-    let logs = LogBacking::resume(base, setup, descriptors).map_err(own_error(backing))?;
-    Ok(LoggableStore::Upper(logs))
+        flattens_read: !options.read_only && options.flatten == Flatten::Read,
+    }
 }
 
 /// Returns what the last close of a logged file does. A read-only mount flattens nothing.
@@ -145,7 +153,7 @@ fn log_file_patterns(options: &Options) -> GlobSet {
 }
 
 /// Returns whether another host that may be alive writes to logs. Such a host may make a container at any time.
-fn do_other_hosts_log(backing: &Path, options: &Options) -> Result<bool, AttachError> {
+fn is_other_host_logging(backing: &Path, options: &Options) -> Result<bool, AttachError> {
     let host = host_name(options).unwrap_or_default();
     let living_hosts = LivingHosts::open(backing, LeaseUse::Logs, &host)?;
     let other_hosts = living_hosts
@@ -169,7 +177,7 @@ fn has_containers<B: Backing>(backing: &Path, base: &B) -> Result<bool, AttachEr
     Ok(names.iter().any(|(name, ..)| firn_log::is_file_dir(name)))
 }
 
-/// Returns the containers whose file is missing in the backing. Either the file was removed without Firn, or a dead
+/// Returns the containers without their file in the backing. Either the file was removed without Firn, or a dead
 /// host did not finish its removal.
 pub(crate) fn find_logs_without_file<B: Backing>(
     backing: &Path,
@@ -187,7 +195,7 @@ pub(crate) fn find_logs_without_file<B: Backing>(
     Ok(orphans)
 }
 
-/// Describes a container whose file is missing.
+/// Describes a container without its file.
 fn container_orphan(kind: &'static str, container: &str) -> FoundOrphan {
     FoundOrphan {
         kind,
@@ -197,9 +205,12 @@ fn container_orphan(kind: &'static str, container: &str) -> FoundOrphan {
     }
 }
 
-/// Finishes, without a mount, the removals of logged files that dead hosts have begun. The file itself is gone then,
-/// and its logs (each has one host's writes) are removed here.
-pub(crate) fn end_removals(backing: &Path, options: &Options) -> Result<(), AttachError> {
+/// Finishes, without a mount, the removals of logged files that dead hosts have begun: removes the logs (each has one
+/// host's writes to a file) of which the file is gone.
+pub(crate) fn finish_removals_of_logged_files(
+    backing: &Path,
+    options: &Options,
+) -> Result<(), AttachError> {
     let UnmountedBacking {
         path: backing,
         directory,
@@ -244,34 +255,35 @@ impl Flattener {
     /// Flattens the files at or below `path` that have no writers: makes plain files from their logs. Waits while other
     /// hosts flatten parts of them.
     ///
-    /// Returns the files that stay in logs. `goes_on` is called several times a second; once it returns false, the wait
-    /// ends with ECANCELED. ESHUTDOWN means that the settler, the thread that flattens, has ended.
+    /// Returns the files that stay in logs. `keep_waiting` is called several times a second; once it returns false, the
+    /// wait ends with ECANCELED. ESHUTDOWN means that the settler, the thread that flattens, has ended.
     pub(crate) fn flatten(
         &self,
         path: &[u8],
-        goes_on: &mut dyn FnMut() -> bool,
+        keep_waiting: &mut dyn FnMut() -> bool,
     ) -> Result<UnflattenedFiles, Errno> {
         let start = Instant::now();
         loop {
-            let remaining = self.flatten_once(path, goes_on)?;
+            let remaining = self.flatten_once(path, keep_waiting)?;
+            // The kernel may report a close late, so a file that seems to have a writer is tried again for a moment.
             let may_be_unreported_close =
                 remaining.written > 0 && start.elapsed() < CLOSE_REPORT_DELAY_MAX;
             if remaining.under_way == 0 && !may_be_unreported_close {
                 return Ok(remaining);
             }
             std::thread::sleep(RETRY_EVERY);
-            if !goes_on() {
+            if !keep_waiting() {
                 return Err(Errno::CANCELED);
             }
         }
     }
 
     /// Sends one request to the settler, the thread that makes plain files from logs, and waits for its answer: the
-    /// files at or below `path` that stay in logs. `goes_on` and the errors are those of [`Flattener::flatten`].
+    /// files at or below `path` that stay in logs. `keep_waiting` and the errors are those of [`Flattener::flatten`].
     fn flatten_once(
         &self,
         path: &[u8],
-        goes_on: &mut dyn FnMut() -> bool,
+        keep_waiting: &mut dyn FnMut() -> bool,
     ) -> Result<UnflattenedFiles, Errno> {
         let (result_sender, results) = mpsc::channel();
         let request = FlattenRequest {
@@ -281,13 +293,13 @@ impl Flattener {
         if self.requests.send(request).is_err() {
             return Err(Errno::SHUTDOWN);
         }
-        if let Some(logs) = self.engine.backing().logged() {
+        if let Some(logs) = self.engine.backing().log_layer() {
             logs.wake();
         }
         loop {
             match results.recv_timeout(RETRY_EVERY) {
                 Ok(result) => return result,
-                Err(RecvTimeoutError::Timeout) if goes_on() => {}
+                Err(RecvTimeoutError::Timeout) if keep_waiting() => {}
                 Err(RecvTimeoutError::Timeout) => return Err(Errno::CANCELED),
                 Err(RecvTimeoutError::Disconnected) => return Err(Errno::SHUTDOWN),
             }
@@ -314,11 +326,11 @@ impl Settler {
         let is_stopping = Arc::new(AtomicBool::new(false));
         let thread_engine = Arc::clone(engine);
         let stop = Arc::clone(&is_stopping);
-        let adopts_logs = matches!(flatten, Flatten::Behind | Flatten::Close);
+        let flattens_logs_of_dead_hosts = matches!(flatten, Flatten::Behind | Flatten::Close);
         let (ended_sender, ended) = mpsc::channel::<()>();
         spawn_thread("firn-settle", move || {
-            if let Some(logs) = thread_engine.backing().logged() {
-                settle_until_stopped(logs, adopts_logs, &requests, &stop);
+            if let Some(logs) = thread_engine.backing().log_layer() {
+                settle_until_stopped(logs, flattens_logs_of_dead_hosts, &requests, &stop);
             }
             // Its end tells the stop that the thread has ended.
             drop(ended_sender);
@@ -333,7 +345,7 @@ impl Settler {
     /// Stops the thread after its current file, and waits for its end.
     pub(crate) fn stop(self) {
         self.is_stopping.store(true, Ordering::Release);
-        if let Some(logs) = self.engine.backing().logged() {
+        if let Some(logs) = self.engine.backing().log_layer() {
             logs.wake();
         }
         let _ = self.ended.recv();
@@ -343,14 +355,14 @@ impl Settler {
 /// Settles closed files and answers requests until `stop` is set. To settle a file is to do what its last close has
 /// left for later, such as making the plain file from its logs. This is the main function of the settle thread.
 ///
-/// If `adopts_logs` is set, the logs that dead hosts have left are flattened first.
+/// If `flattens_logs_of_dead_hosts` is set, the logs that dead hosts have left are flattened first.
 fn settle_until_stopped(
     logs: &dyn Logs,
-    adopts_logs: bool,
+    flattens_logs_of_dead_hosts: bool,
     requests: &Receiver<FlattenRequest>,
     stop: &AtomicBool,
 ) {
-    if adopts_logs && let Err(error) = flatten_logs_of_dead_hosts(logs) {
+    if flattens_logs_of_dead_hosts && let Err(error) = flatten_logs_of_dead_hosts(logs) {
         tracing::warn!(%error, "cannot look for files in logs");
     }
     let mut last_error = None;
@@ -374,6 +386,7 @@ fn settle_until_stopped(
                 tracing::warn!(%error, files = remaining.failed, "cannot flatten logs; firnd tries again");
             }
         }
+        // The last close of a file, a request and the stop end this wait.
         logs.wait_for_ended(if remaining.is_empty() {
             ORPHAN_SEARCH_EVERY
         } else {
@@ -382,8 +395,8 @@ fn settle_until_stopped(
     }
 }
 
-/// Flattens the logs that dead hosts have left, and removes the logs of files that they were removing. Logs whose file
-/// is missing for another reason are kept and reported.
+/// Flattens the logs that dead hosts have left, and removes the logs of files that they were removing. Other logs
+/// without a file are kept and reported.
 fn flatten_logs_of_dead_hosts(logs: &dyn Logs) -> Result<(), Errno> {
     if logs.flatten_at(b"")?.lost == 0 {
         return Ok(());
@@ -409,8 +422,9 @@ pub fn flatten(
     })
 }
 
-/// Makes plain files from logs without a mount, as [`flatten`] does, and gives up bytes that cannot be read. Each loss
-/// is written to the new file `report` first. Losses are returned as [`FlattenError::GivenUp`].
+/// Makes plain files from logs without a mount, as [`flatten`] does, also if some bytes cannot be read: those become
+/// zeros, or what else the report says. Each loss is written to the new file `report` first. Losses are returned as
+/// [`FlattenError::GivenUp`].
 pub fn flatten_with_loss(
     backing: &Path,
     path: &Path,
@@ -419,18 +433,19 @@ pub fn flatten_with_loss(
     notice: &mut dyn FnMut(String),
 ) -> Result<(), FlattenError> {
     let mut losses = LossReport::create(report)?;
-    let flattened = flatten_unmounted(backing, path, options, notice, &mut |logs, lanes| {
+    let flattened = flatten_unmounted(backing, path, options, notice, &mut |logs, reach| {
         // Data in a lane that cannot be reached is not lost, so nothing is given up.
-        if lanes == LaneReach::SomeAbsent {
+        if reach == LaneReach::SomeAbsent {
             return Err(Errno::NODEV);
         }
         logs.flatten_with_loss(path.as_os_str().as_bytes(), &mut losses.below(path))
     });
+    // The report is finished after a failure too: it is removed if it is empty, and an error in writing it comes first.
     let given_up = losses.finish()?;
     flattened?;
     match given_up {
         None => Ok(()),
-        Some(given_up) => Err(given_up),
+        Some(given_up) => Err(given_up.into()),
     }
 }
 
@@ -464,7 +479,7 @@ fn flatten_unmounted(
         None => Ok(()),
         Some(Ok(remaining)) => {
             let fails_on_missing_file = true;
-            FlattenError::check(&remaining, fails_on_missing_file)
+            FlattenError::check_remaining(&remaining, fails_on_missing_file)
         }
         Some(Err(Errno::NOENT)) => Err(FlattenError::NoSuchFile { path: path.into() }),
         Some(Err(errno)) => Err(FlattenError::Failed { files: 0, errno }),
@@ -472,7 +487,10 @@ fn flatten_unmounted(
 }
 
 /// Runs `work` with the logs of an unmounted backing, and returns its result; `None` if the backing has no logs. The
-/// caller has locked the backing. `work` also gets whether all lanes (directories with data of files) can be reached.
+/// outer error means that the backing could not be opened.
+///
+/// The caller has locked the backing. `work` also gets whether all lanes (directories with data of files) can be
+/// reached.
 fn with_logs<T>(
     backing: &Path,
     directory: DirBacking,
@@ -494,6 +512,7 @@ fn with_logs<T>(
     let LoggableStore::Upper(logs) = &store else {
         return Ok(None);
     };
+    // Below the logs there may be lanes.
     let Some(lanes) = logs.below().upper() else {
         return Ok(Some(work(logs, LaneReach::All)));
     };

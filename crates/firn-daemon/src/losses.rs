@@ -19,8 +19,9 @@ use crate::error::FlattenError;
 pub(crate) struct LossReport {
     path: PathBuf,
     file: File,
-    /// The files with losses, and the number of their bytes that become zeros.
+    /// The files with losses.
     files: Vec<PathBuf>,
+    /// Number of the bytes of these files that become zeros.
     zero_bytes: u64,
     /// The first error in writing the report.
     failure: Option<io::Error>,
@@ -38,7 +39,9 @@ struct ReportLine<'a> {
     /// Path of the file, relative to the backing.
     #[serde(with = "firn_protocol::path::exact")]
     path: PathBuf,
+    /// The directory with all logs of the file.
     container: &'a str,
+    /// The host that wrote the damaged log or index; `None` if the damaged part is about all logs.
     #[serde(skip_serializing_if = "Option::is_none")]
     host: Option<&'a str>,
     /// The damaged log or index in the container.
@@ -66,6 +69,29 @@ enum LossEffect {
     PlainFileUsed { bytes: u64 },
 }
 
+/// The losses of a report that is complete.
+pub(crate) struct GivenUpData {
+    /// Number of files with losses.
+    files: usize,
+    zero_bytes: u64,
+    report: PathBuf,
+}
+
+impl From<GivenUpData> for FlattenError {
+    fn from(given_up: GivenUpData) -> Self {
+        let GivenUpData {
+            files,
+            zero_bytes,
+            report,
+        } = given_up;
+        Self::GivenUp {
+            files,
+            zero_bytes,
+            report,
+        }
+    }
+}
+
 impl LossReport {
     pub(crate) fn create(path: &Path) -> Result<Self, FlattenError> {
         let file = File::create_new(path).map_err(|source| FlattenError::Report {
@@ -86,26 +112,23 @@ impl LossReport {
         LossesBelow { report: self, path }
     }
 
-    /// Ends the report of data that was given up, and returns the losses as [`FlattenError::GivenUp`]. If there was
-    /// none, removes the report and returns `None`. Fails if a line could not be written.
-    pub(crate) fn finish(self) -> Result<Option<FlattenError>, FlattenError> {
+    /// Ends the report of data that was given up, and returns the losses. If there was none, removes the report and
+    /// returns `None`. Fails if a line could not be written.
+    pub(crate) fn finish(self) -> Result<Option<GivenUpData>, FlattenError> {
+        let path = self.path;
         if let Some(source) = self.failure {
-            let path = self.path;
             return Err(FlattenError::Report { path, source });
         }
         if self.files.is_empty() {
-            return match fs::remove_file(&self.path) {
+            return match fs::remove_file(&path) {
                 Ok(()) => Ok(None),
-                Err(source) => {
-                    let path = self.path;
-                    Err(FlattenError::Report { path, source })
-                }
+                Err(source) => Err(FlattenError::Report { path, source }),
             };
         }
-        Ok(Some(FlattenError::GivenUp {
+        Ok(Some(GivenUpData {
             files: self.files.len(),
             zero_bytes: self.zero_bytes,
-            report: self.path,
+            report: path,
         }))
     }
 
@@ -162,8 +185,10 @@ impl Report for LossesBelow<'_> {
 /// Returns the line of the report for one loss of data in the file at `path`: what is damaged among its logs, and what
 /// that does to the file.
 ///
-/// Damaged is the log of one host (its bytes), or the index of that log (where the bytes belong). The seal and the head
-/// are about all logs together, so they have no host.
+/// What is damaged may be:
+/// * the log of one host, which has its bytes, or the index of that log, which says where the bytes belong;
+/// * the seal, which says which logs count;
+/// * the head, which says how much of the plain file lies below the logs.
 fn describe_loss(path: PathBuf, loss: &Loss) -> ReportLine<'_> {
     let (host, damaged, effect) = match &loss.lost {
         LostPart::Bytes { range, host, log } => {

@@ -16,7 +16,7 @@ use serde::Serialize;
 use crate::error::RecoverError;
 use crate::store::Store;
 
-/// What to do with held data whose file is missing.
+/// What to do with held data if its file is missing.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum LostPolicy {
     /// Keep the data in the arena.

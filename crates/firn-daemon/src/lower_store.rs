@@ -1,5 +1,6 @@
-//! Opens the store below transactions: the backing directory, with the layers of lanes and logs if files need them. A
-//! *lane* is one I/O server; in the layer of *logs*, each host appends its writes to a log of its own.
+//! Opens the *lower store*, which lies below transactions: the backing directory, with the layers of lanes and logs if
+//! files need them. A *lane* is one I/O server; in the layer of *logs*, each host appends its writes to a log of its
+//! own.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -38,18 +39,18 @@ pub(crate) struct AttachTarget<'a> {
     pub(crate) resumed: Option<&'a Resumed>,
 }
 
-/// The store below transactions, and the parts of a mount that belong to it.
+/// The lower store, and the parts of a mount that belong to it.
 pub(crate) struct OpenedLowerStore {
     pub(crate) store: LoggableStore,
-    /// The part that steers new files to servers of the backing's file system, if there is one.
+    /// At most one part: it steers new files to servers of the backing's file system.
     pub(crate) parts: Vec<Arc<dyn Part>>,
 }
 
-/// Opens the backing directory with the layers that its files need, which is the store below transactions. The layer of
-/// lanes spreads data over the directories of several I/O servers. In the layer of logs, each host has a log of its
-/// writes.
+/// Opens the lower store: the backing directory with the layers that its files need. The layer of lanes spreads data
+/// over the directories of several I/O servers. In the layer of logs, each host has a log of its writes.
 ///
-/// A layer is present if files lie in it, or if the options ask for it. The host's lease is taken if it may write logs.
+/// A layer is present if files lie in it, or if the options of a mount ask for it. The host's lease is taken if it may
+/// write logs.
 pub(crate) fn open_lower_store(
     target: &AttachTarget<'_>,
     directory: DirBacking,
@@ -59,17 +60,18 @@ pub(crate) fn open_lower_store(
     let &AttachTarget {
         backing, options, ..
     } = target;
-    // In a recovery the options do not decide where new files go. A mount may also tell the file system on which server
-    // to put each new file (steering).
-    let (SteeredBacking { directory, steered }, new_files) = match target.purpose {
-        AttachPurpose::Mount => (
-            steering::open_steered(directory, options)?,
-            NewFiles::ByOptions,
-        ),
-        AttachPurpose::Recovery => {
-            let steered = None;
-            (SteeredBacking { directory, steered }, NewFiles::InBacking)
-        }
+    // A recovery drains old data only, so the options for new files do not count.
+    let new_files = match target.purpose {
+        AttachPurpose::Mount => NewFiles::ByOptions,
+        AttachPurpose::Recovery => NewFiles::InBacking,
+    };
+    // Steering tells the file system of the backing on which server to put each new file.
+    let SteeredBacking { directory, steered } = match target.purpose {
+        AttachPurpose::Mount => steering::add_steering(directory, options)?,
+        AttachPurpose::Recovery => SteeredBacking {
+            directory,
+            steered: None,
+        },
     };
     let nameless_files = match target.resumed {
         Some(resumed) => &resumed.files[..],
@@ -91,7 +93,7 @@ pub(crate) fn open_lower_store(
     Ok(OpenedLowerStore { store, parts })
 }
 
-/// Opens the store below transactions without a mount. Files that lie in lanes or logs are served there; new files go
+/// Opens the lower store without a mount. Files that lie in lanes or logs are served there; new files go
 /// to the backing itself.
 pub(crate) fn open_lower_store_unmounted(
     backing: &Path,

@@ -36,7 +36,7 @@ pub(crate) struct FileSystemMounts {
 /// A further mount of the same file system, beside that of this firnd.
 struct MountCopy {
     path: PathBuf,
-    /// A process in whose namespace the copy is.
+    /// A process that has the copy in its namespace.
     seen_by: u32,
     /// The copy is a bind mount in firnd's own mount namespace.
     is_bound: bool,

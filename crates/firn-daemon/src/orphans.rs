@@ -1,6 +1,6 @@
-//! Finds what a power loss may have left of placed files, and forgets lanes that are given up. Both work without a
-//! mount. A *lane* is the directory of one I/O server; a *placed* file has its data in a lane, and a link in the
-//! backing.
+//! Maintains the lanes of a backing without a mount: [`find_orphans`] finds, and with `repair` removes, what a power
+//! loss may have left of placed files. [`forget_lane`] removes a lane that is given up from the list of lanes. A *lane*
+//! is the directory of one I/O server; a *placed* file has its data in a lane, and a link in the backing.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -29,20 +29,21 @@ pub fn find_orphans(
 ) -> Result<Vec<FoundOrphan>, AttachError> {
     process::prepare();
     if repair {
-        logs::end_removals(backing, options)?;
+        logs::finish_removals_of_logged_files(backing, options)?;
     }
     let UnmountedBacking {
         path: backing,
         directory,
         locks: _locks,
     } = open_unmounted(backing, options)?;
-    let lanes =
-        match placement::open_store(&backing, directory, options, NewFiles::InBacking, notice)? {
-            PlaceableStore::Upper(lanes) => lanes,
-            PlaceableStore::Lower(directory) => {
-                return logs::find_logs_without_file(&backing, &directory);
-            }
-        };
+    let store = placement::open_store(&backing, directory, options, NewFiles::InBacking, notice)?;
+    let lanes = match store {
+        PlaceableStore::Upper(lanes) => lanes,
+        // Without lanes, only logs can be orphans.
+        PlaceableStore::Lower(directory) => {
+            return logs::find_logs_without_file(&backing, &directory);
+        }
+    };
     let logs_without_file = logs::find_logs_without_file(&backing, &lanes)?;
     let orphans = lanes
         .find_orphans()
@@ -51,17 +52,29 @@ pub fn find_orphans(
         .iter()
         .map(|orphan| describe_orphan(&backing, &lanes, orphan))
         .collect();
-    for (orphan, report) in orphans.iter().zip(&mut reports) {
-        let is_dangling = matches!(orphan, Orphan::Dangling { .. });
-        if repair && !is_dangling {
-            lanes.remove_orphan(orphan).map_err(|errno| {
-                AttachError::io("remove the files without a name")(errno.into())
-            })?;
-            report.is_removed = true;
-        }
+    if repair {
+        remove_orphans(&lanes, &orphans, &mut reports)?;
     }
     reports.extend(logs_without_file);
     Ok(reports)
+}
+
+/// Removes all orphans but dangling links, and records that in their reports, which are in the same order.
+fn remove_orphans(
+    lanes: &Lanes<DirBacking>,
+    orphans: &[Orphan],
+    reports: &mut [FoundOrphan],
+) -> Result<(), AttachError> {
+    for (orphan, report) in orphans.iter().zip(reports) {
+        if matches!(orphan, Orphan::Dangling { .. }) {
+            continue;
+        }
+        lanes
+            .remove_orphan(orphan)
+            .map_err(|errno| AttachError::io("remove the files without a name")(errno.into()))?;
+        report.is_removed = true;
+    }
+    Ok(())
 }
 
 /// Returns the error of a search that could not read the backing or a lane.
@@ -91,7 +104,7 @@ fn describe_orphan(backing: &Path, lanes: &Lanes<DirBacking>, orphan: &Orphan) -
     }
 }
 
-/// Removes a lane (the directory of an I/O server) from the backing's record of lanes, because it is given up. Fails if
+/// Removes a lane (the directory of an I/O server) from the backing's list of lanes, because it is given up. Fails if
 /// the backing is mounted, or if the lane can be reached and has files of that backing.
 pub fn forget_lane(backing: &Path, lane: &Path, options: &Options) -> Result<(), AttachError> {
     process::prepare();

@@ -69,7 +69,7 @@ pub(crate) enum RequestRefusal {
     NotAborted { owner: String, error: String },
 }
 
-/// An owner whose end is watched.
+/// An owner with a watched end.
 #[derive(Debug)]
 enum WatchedOwner {
     Connection {
@@ -213,6 +213,37 @@ impl OwnedTransaction {
         }
         self.is_open && self.is_gone
     }
+
+    /// Returns whether a request about the transaction may begin. `has_other_request` says whether another one is in
+    /// progress; while it runs, the thread does not abort the transaction.
+    fn request_access(&mut self, has_other_request: bool) -> RequestAccess {
+        let is_orphan = self.is_orphan() && !has_other_request;
+        if self.is_aborting {
+            return RequestAccess::AwaitAbort;
+        }
+        match (is_orphan, &self.abort_error) {
+            (false, _) => RequestAccess::Allowed,
+            (true, Some(error)) => RequestAccess::AbortFailed(error.clone()),
+            (true, None) => RequestAccess::AwaitAbort,
+        }
+    }
+
+    /// Describes the owner for a message; empty if there is none.
+    fn describe_owner(&self) -> String {
+        match &self.owner {
+            Some(owner) => owner.describe(),
+            None => String::new(),
+        }
+    }
+}
+
+/// Whether a request about an owned transaction may begin.
+enum RequestAccess {
+    Allowed,
+    /// The transaction is being aborted, or will be, because its owner is gone.
+    AwaitAbort,
+    /// The owner is gone, and the last attempt to abort the transaction has failed with this error.
+    AbortFailed(String),
 }
 
 #[derive(Debug, Default)]
@@ -277,22 +308,17 @@ impl Owners {
     pub(crate) fn begin_request(&self, scope: &[u8]) -> Result<RequestGuard<'_>, RequestRefusal> {
         let mut table = self.table.lock();
         loop {
-            let requests = table.requests.get(scope).copied().unwrap_or_default();
+            let request_count = table.requests.get(scope).copied().unwrap_or_default();
             let Some(owned) = table.owned.get_mut(scope) else {
                 break;
             };
-            // While another request about the transaction runs, the thread does not abort it.
-            let is_orphan = owned.is_orphan() && requests == 0;
-            if !owned.is_aborting && !is_orphan {
+            let has_other_request = request_count > 0;
+            let access = owned.request_access(has_other_request);
+            if matches!(access, RequestAccess::Allowed) {
                 break;
             }
-            let owner = match &owned.owner {
-                Some(owner) => owner.describe(),
-                None => String::new(),
-            };
-            if !owned.is_aborting
-                && let Some(error) = owned.abort_error.clone()
-            {
+            let owner = owned.describe_owner();
+            if let RequestAccess::AbortFailed(error) = access {
                 return Err(RequestRefusal::NotAborted { owner, error });
             }
             // The thread aborts the transaction, and then notifies this one.
@@ -358,8 +384,9 @@ impl Owners {
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
-    /// Aborts transactions whose owners are gone, until [`Owners::stop`]. No lock is held while `scopes` is called.
-    pub(crate) fn watch(&self, scopes: &dyn ScopeActions) {
+    /// Aborts transactions after their owners have ended, until [`Owners::stop`]. No lock is held while `actions` is
+    /// called.
+    pub(crate) fn watch(&self, actions: &dyn ScopeActions) {
         loop {
             let mut table = self.table.lock();
             if table.is_stopped {
@@ -369,7 +396,7 @@ impl Owners {
             let living_owners = table.living_owners();
             // An abort takes long, and requests need the lock.
             drop(table);
-            let has_failed_abort = self.abort_orphans(scopes, &orphans);
+            let has_failed_abort = self.abort_orphans(actions, &orphans);
             if orphans.is_empty() || has_failed_abort {
                 self.wait_for_end_events(&living_owners, has_failed_abort);
             }
@@ -379,18 +406,18 @@ impl Owners {
     /// Aborts the open transactions of `orphans`: scopes (paths that a transaction covers) without a living owner.
     /// Returns whether one of them could not be aborted; the caller tries again later. No request about them begins
     /// meanwhile.
-    fn abort_orphans(&self, scopes: &dyn ScopeActions, orphans: &[Vec<u8>]) -> bool {
+    fn abort_orphans(&self, actions: &dyn ScopeActions, orphans: &[Vec<u8>]) -> bool {
         let mut has_failed_abort = false;
         for scope in orphans {
-            // `None` means that there is no transaction, and `Some(false)` that it is prepared: neither is aborted.
-            let abort_result = match scopes.is_open(scope) {
-                Some(true) => scopes.abort(scope),
-                _ => Ok(()),
+            let state_before = TransactionState::from_is_open(actions.is_open(scope));
+            let abort_result = match state_before {
+                TransactionState::Open => actions.abort(scope),
+                TransactionState::NoTransaction | TransactionState::Settled => Ok(()),
             };
             // The abort may fail after it has removed the transaction, and a prepared transaction is left as it is.
-            let is_open_now = scopes.is_open(scope);
+            let state_after = TransactionState::from_is_open(actions.is_open(scope));
             let mut table = self.table.lock();
-            if abort_result.is_ok() && is_open_now.is_none() {
+            if abort_result.is_ok() && state_after == TransactionState::NoTransaction {
                 table.record_abort(scope);
             } else {
                 // The abort has failed, and is tried again while the transaction is open; or the transaction was
@@ -400,7 +427,7 @@ impl Owners {
                     .get_mut(scope)
                     .expect("only ended by this thread");
                 owned.is_aborting = false;
-                owned.is_open = is_open_now.unwrap_or_default();
+                owned.is_open = state_after == TransactionState::Open;
                 owned.abort_error = abort_result.err();
                 has_failed_abort |= owned.is_open;
             }
@@ -428,21 +455,21 @@ impl Owners {
 
 impl OwnerTable {
     /// Records the state of a scope's transaction after a request.
-    fn set_state(&mut self, scope: &[u8], state: &StateAfter) {
+    fn set_state(&mut self, scope: &[u8], state: TransactionState) {
         let is_open = match state {
-            StateAfter::NoTransaction => {
+            TransactionState::NoTransaction => {
                 self.owned.remove(scope);
                 return;
             }
-            StateAfter::Open => true,
-            StateAfter::Settled => false,
+            TransactionState::Open => true,
+            TransactionState::Settled => false,
         };
         if let Some(owned) = self.owned.get_mut(scope) {
             owned.is_open = is_open;
         }
     }
 
-    /// Returns the owners whose end is watched.
+    /// Returns the living owners of open transactions, which the thread watches.
     fn living_owners(&self) -> Vec<Arc<WatchedOwner>> {
         let mut owners = Vec::new();
         for owned in self.owned.values() {
@@ -478,12 +505,24 @@ impl OwnerTable {
     }
 }
 
-/// The state of a transaction after a request about it.
-enum StateAfter {
+/// The state of the transaction of a scope.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum TransactionState {
     NoTransaction,
     Open,
     /// The transaction is prepared or decided.
     Settled,
+}
+
+impl TransactionState {
+    /// Converts from whether the transaction is open; `None` means that there is no transaction.
+    fn from_is_open(is_open: Option<bool>) -> Self {
+        match is_open {
+            None => Self::NoTransaction,
+            Some(true) => Self::Open,
+            Some(false) => Self::Settled,
+        }
+    }
 }
 
 /// A request in progress about the transaction of a scope. Its drop ends the request.
@@ -491,7 +530,7 @@ pub(crate) struct RequestGuard<'a> {
     owners: &'a Owners,
     scope: Vec<u8>,
     /// The state of the transaction after the request; `None` if [`RequestGuard::finish`] was not called.
-    state_after: Option<StateAfter>,
+    state_after: Option<TransactionState>,
 }
 
 impl RequestGuard<'_> {
@@ -531,18 +570,14 @@ impl RequestGuard<'_> {
 
     /// Ends the request. `is_open` says whether the transaction is open now; `None` means that there is no transaction.
     pub(crate) fn finish(mut self, is_open: Option<bool>) {
-        self.state_after = Some(match is_open {
-            None => StateAfter::NoTransaction,
-            Some(true) => StateAfter::Open,
-            Some(false) => StateAfter::Settled,
-        });
+        self.state_after = Some(TransactionState::from_is_open(is_open));
     }
 }
 
 impl Drop for RequestGuard<'_> {
     fn drop(&mut self) {
         let mut table = self.owners.table.lock();
-        if let Some(state_after) = &self.state_after {
+        if let Some(state_after) = self.state_after {
             table.set_state(&self.scope, state_after);
         }
         if let Some(request_count) = table.requests.get_mut(&self.scope) {

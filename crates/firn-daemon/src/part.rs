@@ -7,27 +7,27 @@
 //! The order of the list, which `attach` and `assembly` build:
 //!
 //! ```text
-//!   part                                                     is present in
-//!   locks of the backing with the host's lease               mount, `firn recover`
-//!   source of tokens                                         mount, `firn recover`, if the options ask for it
-//!   lanes of a steered backing, comparison with other hosts  mount, if the options ask for it
-//!   arena's file, lanes of files, I/O threads                mount, `firn recover`
-//!   report for other hosts, traffic, record of the run       mount
-//!   locks of files, logs                                     mount, if the options ask for it
-//!   last drain (1)                                           mount
-//!   requests of the kernel, or names of the stub tree        mount
-//!   data socket, control socket                              mount
-//!   last drain (2)                                           mount
-//!   partner, transactions, other participants, backup        mount, if the options ask for it
-//!   allocation of the arena's memory                         mount, if the options ask for it
+//!   part                                                         is present in
+//!   HeldLocks (of the backing, with the host's lease)            mount, `firn recover`
+//!   HeldValue (the source of tokens)                             mount, `firn recover`, if the options ask for it
+//!   SteeredLanes, Peers (compares this mount with other hosts)   mount, if the options ask for it
+//!   ArenaFile, PlacedLanes, IoThreads                            mount, `firn recover`
+//!   Takeover, HostReports, Traffic, Record (of the run)          mount
+//!   LocksOfFiles, ReadLogs or WrittenLogs                        mount, if the options ask for it
+//!   LastDrain, after the sockets                                 mount
+//!   FuseRequests or StubNames (of the frontend)                  mount
+//!   DataClients (data socket), ControlSocket                     mount
+//!   LastDrain, before the sockets                                mount
+//!   PartnerCopies, Transactions, Participation, BackupRounds     mount, if the options ask for it
+//!   ArenaMemory (allocates it)                                   mount, if the options ask for it
 //! ```
 //!
 //! The *arena* is shared memory with the bytes that are not in the backing yet; a *drain* copies them there. A *lane*
-//! is one I/O server, and a *token* is the lock that gives it one writing host. A *steered* backing is told on which
-//! server to put each new file.
+//! is one I/O server, and a *token* is the lock that lets one host at a time write there. A *steered* backing is told
+//! on which server to put each new file.
 //!
-//! At the end, last drain (2) runs while the sockets still answer. Last drain (1) then drains what programs with direct
-//! access to the arena have written since.
+//! At the end, the drain before the sockets runs while they still answer. After the sockets have stopped, the other
+//! drain copies what programs with direct access to the arena have written since.
 //!
 //! Promises
 //! * Parts start from the first to the last and stop from the last to the first, so a part may rely on all parts before
@@ -106,7 +106,7 @@ pub(crate) trait Part: Send + Sync {
 
     /// Stops the part and releases its resources. It also runs for a part that was never started, because an earlier
     /// part failed to start.
-    fn stop(&self, _stop: &mut StopContext) {}
+    fn stop(&self, _context: &mut StopContext) {}
 }
 
 /// The parts of a mount, in the order in which they start.
@@ -154,8 +154,8 @@ impl Parts {
     }
 
     /// Stops the parts from the last to the first.
-    pub(crate) fn stop(&self, stop: &mut StopContext) {
-        self.0.iter().rev().for_each(|part| part.stop(stop));
+    pub(crate) fn stop(&self, context: &mut StopContext) {
+        self.0.iter().rev().for_each(|part| part.stop(context));
     }
 }
 
@@ -192,8 +192,8 @@ pub(crate) struct StopContext {
 }
 
 impl StopContext {
-    /// Returns what the parts of a mount that programs have seen are told when they stop. The parts themselves set the
-    /// last three fields.
+    /// Returns the context that each part gets when the mount stops, for a mount that programs have seen. The parts
+    /// report in it: backing calls in progress, remaining bytes, and files that remain in logs.
     pub(crate) fn new(
         held_policy: HeldPolicy,
         arena_end: ArenaEnd,

@@ -1,4 +1,5 @@
-//! Several hosts that commit together: which hosts they are, and the text of their conflicts.
+//! Several hosts that commit together: which hosts they are, which process of this host used which file, and the text
+//! of their conflicts.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -10,7 +11,7 @@ use firn_transact::{Expected, Members};
 
 use crate::error::AttachError;
 use crate::host_name::host_name;
-use crate::process::find_process;
+use crate::process::process_of_thread;
 
 /// Pauses between two reads of what other hosts have published.
 pub(crate) const READ_RETRY: Backoff =
@@ -40,16 +41,16 @@ pub(crate) fn members(options: &Options) -> Result<Option<Members>, AttachError>
 
 /// Merges the uses of each file by the threads of a process into one use by that process, because the kernel reports
 /// the thread of each request. A thread that has ended counts under its own number.
-pub(crate) fn by_process(mut used: Vec<AccessedFile>) -> Vec<AccessedFile> {
+pub(crate) fn merge_threads_of_process(mut used: Vec<AccessedFile>) -> Vec<AccessedFile> {
     let mut processes = HashMap::new();
     for file in &mut used {
         for (thread, accesses) in std::mem::take(&mut file.processes) {
             let process = *processes
                 .entry(thread)
-                .or_insert_with(|| find_process(thread));
-            let known_accesses = file.processes.entry(process).or_default();
-            known_accesses.read.extend(&accesses.read);
-            known_accesses.written.extend(&accesses.written);
+                .or_insert_with(|| process_of_thread(thread));
+            let process_accesses = file.processes.entry(process).or_default();
+            process_accesses.read.extend(&accesses.read);
+            process_accesses.written.extend(&accesses.written);
         }
     }
     used

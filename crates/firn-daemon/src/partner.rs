@@ -1,5 +1,6 @@
-//! The partner of this host, another host with copies of its held files: what agents report of it, and waits for its
-//! copies. A *held* file has bytes in this host's memory that are not in the backing yet.
+//! The partner of this host is another host that has copies of its held files. This file stores what agents report of
+//! the partner, and lets programs wait for its copies. A *held* file has bytes in this host's memory that are not in
+//! the backing yet.
 //!
 //! An *agent* is the process (`firn agent`) that copies files between hosts. Its connection to the control socket is a
 //! *reporter* once it has reported something.
@@ -34,12 +35,14 @@ const CHECK_AGAIN: Backoff = Backoff::new(Duration::from_millis(5), Duration::fr
 /// The reports about the partner of a mount. Only a mount with the option `partner` has them.
 pub(crate) struct PartnerState {
     engine: Arc<Engine<Store>>,
-    option: String,
+    /// The option `partner`: the name of a host, or `next`.
+    wanted_partner: String,
     this_host: String,
+    /// The option `partner-domains`.
     domains: Option<PathBuf>,
     reporters: Mutex<ReporterTable>,
     /// Signals that a file was marked as copied.
-    marked: Condvar,
+    copies_changed: Condvar,
 }
 
 /// What the reporters of a mount have reported.
@@ -71,13 +74,13 @@ pub(crate) struct PartnerReporter {
 }
 
 impl PartnerState {
-    /// Returns the reports about the partner, the host with copies of this host's files; `None` if the options name no
-    /// partner. There are no reports yet.
+    /// Returns the state of the partner, the host with copies of this host's files, without reports so far. `None` if
+    /// the options name no partner.
     pub(crate) fn new(
         engine: &Arc<Engine<Store>>,
         options: &Options,
     ) -> Result<Option<Arc<Self>>, AttachError> {
-        let option = match &options.partner {
+        let wanted_partner = match &options.partner {
             Partner::None => return Ok(None),
             Partner::Next => "next".to_owned(),
             Partner::Host(name) => name.clone(),
@@ -85,11 +88,11 @@ impl PartnerState {
         let this_host = host_name(options)?;
         Ok(Some(Arc::new(Self {
             engine: Arc::clone(engine),
-            option,
+            wanted_partner,
             this_host,
             domains: options.partner_domains.clone(),
             reporters: Mutex::default(),
-            marked: Condvar::new(),
+            copies_changed: Condvar::new(),
         })))
     }
 
@@ -106,7 +109,7 @@ impl PartnerState {
         } = durability.partner_figures(b"").unwrap_or_default();
         let PartnerReport { host, note } = self.newest_report();
         PartnerStatus {
-            wanted: self.option.clone(),
+            wanted: self.wanted_partner.clone(),
             this_host: self.this_host.clone(),
             domains: self.domains.as_deref().map(BytePath::from),
             present: host.is_some(),
@@ -143,16 +146,18 @@ impl PartnerState {
     /// Stores the report of a reporter, which is the connection of an agent, a process that copies files between hosts.
     /// `host` is the partner that copies this host's files; `None` if the agent has no connection to one.
     ///
-    /// A mark says that the partner has a file. All marks are dropped if this is the first reporter with a partner, or
-    /// if it had named one and now names none.
+    /// A mark says that the partner has a file. All marks are dropped if no reporter had a partner before this report,
+    /// or if this reporter has lost its partner.
     fn store_report(&self, number: u64, host: Option<String>, note: String) {
         let mut table = self.reporters.lock();
         let names_partner = host.is_some();
         table.reports.insert(number, PartnerReport { host, note });
         let must_drop_marks = if names_partner {
-            let is_new = table.reporters_with_partner.insert(number);
-            is_new && table.reporters_with_partner.len() == 1
+            let no_reporter_had_partner = table.reporters_with_partner.is_empty();
+            table.reporters_with_partner.insert(number);
+            no_reporter_had_partner
         } else {
+            // True if this reporter had a partner.
             table.reporters_with_partner.remove(&number)
         };
         // The lock is released first: a thread that marks a file takes this lock while it holds the file's.
@@ -171,7 +176,7 @@ impl PartnerState {
         deadline: Option<Instant>,
         progress: &mut dyn FnMut(u64, u64) -> bool,
     ) -> Reply {
-        let mut waits = CHECK_AGAIN.start();
+        let mut backoff = CHECK_AGAIN.start();
         loop {
             // A mark that comes after this read ends the pause below at once.
             let marks_before = self.reporters.lock().marks;
@@ -183,7 +188,7 @@ impl PartnerState {
             if !progress(figures.left_bytes, figures.left_files) {
                 return error_reply(Errno::CANCELED, "the wait was given up");
             }
-            let mut pause = waits.next_wait();
+            let mut pause = backoff.next_wait();
             if let Some(deadline) = deadline {
                 let time_left = deadline.saturating_duration_since(Instant::now());
                 if time_left.is_zero() {
@@ -193,7 +198,7 @@ impl PartnerState {
             }
             let mut table = self.reporters.lock();
             if table.marks == marks_before {
-                self.marked.wait_for(&mut table, pause);
+                self.copies_changed.wait_for(&mut table, pause);
             }
         }
     }
@@ -228,23 +233,26 @@ impl PartnerReporter {
         host: Option<String>,
         note: String,
     ) -> Reply {
-        let reporter = reporter.get_or_insert_with(|| {
-            let mut table = partner.reporters.lock();
-            table.last_number += 1;
-            Self {
-                partner: Arc::clone(partner),
-                number: table.last_number,
-            }
-        });
-        partner.store_report(reporter.number, host, note);
+        let registered = reporter.get_or_insert_with(|| Self::register(partner));
+        partner.store_report(registered.number, host, note);
         Reply::Done
+    }
+
+    /// Makes a reporter with the next number.
+    fn register(partner: &Arc<PartnerState>) -> Self {
+        let mut table = partner.reporters.lock();
+        table.last_number += 1;
+        Self {
+            partner: Arc::clone(partner),
+            number: table.last_number,
+        }
     }
 
     /// Marks a file as copied by the partner that this connection has named. `changes` is the file's number of changes
     /// when it was copied. The reply is EINVAL if the connection has named no partner; a file that is gone is no error.
     pub(crate) fn mark(reporter: Option<&Self>, path: &BytePath, changes: u64) -> Reply {
         let Some(Self { partner, number }) = reporter else {
-            return error_reply(Errno::INVAL, "this connection has named no partner");
+            return unnamed_partner_reply();
         };
         let may_mark = || {
             partner
@@ -254,15 +262,15 @@ impl PartnerReporter {
                 .contains(number)
         };
         if !may_mark() {
-            return error_reply(Errno::INVAL, "this connection has named no partner");
+            return unnamed_partner_reply();
         }
         let durability = &partner.engine.durability;
         // The connection may lose its partner meanwhile, so `may_mark` is called again under the file's lock.
-        let marked = durability.mark_partnered(path.as_bytes(), changes, may_mark);
+        let mark_result = durability.mark_partnered(path.as_bytes(), changes, may_mark);
         // Threads that wait for copies count what is left again.
         partner.reporters.lock().marks += 1;
-        partner.marked.notify_all();
-        match marked {
+        partner.copies_changed.notify_all();
+        match mark_result {
             Ok(_) | Err(Errno::NOENT) => Reply::Done,
             Err(error) => error_reply(error, &format!("{path}: {error}")),
         }
@@ -282,6 +290,11 @@ pub(crate) fn no_partner_reply() -> Reply {
         Errno::OPNOTSUPP,
         "this mount has no partner: mount with partner=next, and run `firn agent` on each host",
     )
+}
+
+/// Returns the reply to a report of a copy on a connection that has not said which partner has it.
+fn unnamed_partner_reply() -> Reply {
+    error_reply(Errno::INVAL, "this connection has named no partner")
 }
 
 fn error_reply(errno: Errno, message: &str) -> Reply {

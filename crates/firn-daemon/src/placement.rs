@@ -7,9 +7,6 @@
 //! * The *record* is a file below `.firn/` that lists the lanes of the backing ([`Record`]).
 //! * The *mark* is a file in a lane that names the backing which the lane belongs to.
 //!
-//! The path of a lane is used as the user gave it, without resolving symbolic links. Links in the backing contain this
-//! path, and other hosts may reach the same directory in another way.
-//!
 //! Promises
 //! * A backing with lanes in its record is never opened without them, so each mount shows placed files as plain files
 //!   and not as links.
@@ -38,7 +35,7 @@ use rustix::fs::{Access, AtFlags, CWD, accessat};
 
 use crate::error::{AttachError, LaneFault};
 use crate::host_name::host_name;
-use crate::lane_rule::{LaneChoice, explain_rule, placement_rule};
+use crate::lane_rule::{LaneChoice, explain_lane_choice, placement_rule};
 use crate::preflight::CheckedPaths;
 use crate::steering;
 use crate::store::{Layers as _, PlaceableStore, Store};
@@ -52,7 +49,9 @@ pub(crate) fn check_lanes(options: &Options, checked: &CheckedPaths) -> Result<(
     if options.placement == Placement::None {
         return Ok(());
     }
-    placement_rule(options, "")?;
+    // This reads the lane map only to find its errors, for which the name of the host does not matter.
+    let no_host = "";
+    placement_rule(options, no_host)?;
     if options.placement.is_steered() {
         return steering::check(&checked.backing, options);
     }
@@ -167,7 +166,7 @@ impl PositionInFileSystem {
     }
 }
 
-/// Fails if a lane and the other directory, whose path is `path`, are the same, or if one lies in the other.
+/// Fails if a lane and the other directory (at `path`) are the same, or if one lies in the other.
 fn check_apart(lane: &DirLocation, other: &DirLocation, path: &Path) -> Result<(), LaneFault> {
     let path = path.to_owned();
     match (lane.is_at_or_below(other), other.is_at_or_below(lane)) {
@@ -178,7 +177,8 @@ fn check_apart(lane: &DirLocation, other: &DirLocation, path: &Path) -> Result<(
     }
 }
 
-/// Returns the path of a lane as links and the record contain it: without slashes at its end.
+/// Returns the path of a lane as links and the record contain it: without slashes at its end. Symbolic links in it are
+/// not resolved, because other hosts may reach the same directory in another way.
 pub(crate) fn lane_path_in_links(lane: &Path) -> &OsStr {
     let bytes = lane.as_os_str().as_bytes();
     match bytes.iter().rposition(|byte| *byte != b'/') {
@@ -230,7 +230,8 @@ pub(crate) fn open_store(
         && options.placement == Placement::Dirs
         && !options.read_only;
     let record = find_record(backing, &directory)?;
-    if !places_new_files && record.as_ref().is_none_or(|record| record.lanes.is_empty()) {
+    let has_no_lanes = record.as_ref().is_none_or(|record| record.lanes.is_empty());
+    if !places_new_files && has_no_lanes {
         return Ok(PlaceableStore::Lower(directory));
     }
     let host = host_name(options)?;
@@ -238,6 +239,7 @@ pub(crate) fn open_store(
         Some(record) => record,
         None => Record::make(&directory, &host).map_err(lane_record_error(backing))?,
     };
+    // The lanes of the options come first, because only they take new files.
     let mut lanes = Vec::new();
     if places_new_files {
         for lane in &options.lanes {
@@ -246,16 +248,15 @@ pub(crate) fn open_store(
         }
     }
     let absent = open_lanes_of_record(&record, &mut lanes, notice);
+    // Links to new files are prepared in the staging directory, so a mount that only reads works without it.
     let staging = match record::open_staging(&directory, &host) {
-        // A mount that only reads needs no staging directory, in which links to new files are prepared.
+        Ok(staging) => Some(staging),
         Err(OwnError::Backing(Errno::ROFS)) if options.read_only => None,
-        opened => Some(opened.map_err(|error| lane_record_error(backing)(error.into()))?),
+        Err(error) => return Err(lane_record_error(backing)(error.into())),
     };
-    let rule = if places_new_files {
-        Some(placement_rule(options, &host)?)
-    } else {
-        None
-    };
+    let rule = places_new_files
+        .then(|| placement_rule(options, &host))
+        .transpose()?;
     let setup = Setup {
         id: record.id,
         staging,
@@ -303,7 +304,7 @@ fn open_lanes(
 }
 
 /// Opens a lane of the options, a directory that takes the data of new files. The lane gets the mark of this backing (a
-/// file that names it), and the backing's record of lanes gets the path of the lane.
+/// file that names it), and the backing's list of lanes gets the path of the lane.
 ///
 /// Fails if the record has the lane but the mark is missing: another directory may be mounted there now.
 fn open_lane_of_options(
@@ -373,34 +374,29 @@ pub(crate) fn open_marked_lane(lane: &Path, id: u128) -> Result<DirBacking, Stri
 
 /// Frees the space of placed files that were removed. A failure is logged, and the next call tries again.
 pub(crate) fn finish_removals(store: &Store) {
-    if let Some(lanes) = store.placed()
+    if let Some(lanes) = store.lane_layer()
         && let Err(error) = lanes.finish_removals()
     {
         tracing::warn!(%error, "cannot free the space of removed files in their lanes yet; firnd tries again");
     }
 }
 
-/// Adds paths, counts and states to the lanes of the status. A lane is a directory with the data of files. The first
-/// entries of `lane_statuses` belong to the open lanes, in their order; lanes that cannot be reached are appended.
-pub(crate) fn fill_lane_statuses(placed: &Lanes<DirBacking>, lane_statuses: &mut Vec<LaneStatus>) {
+/// Adds paths, counts and states to the lanes of the status. A lane is a directory with the data of files.
+/// `lane_statuses` already has an entry for each open lane, in their order; lanes that cannot be reached are appended.
+pub(crate) fn fill_lane_statuses(lanes: &Lanes<DirBacking>, lane_statuses: &mut Vec<LaneStatus>) {
     // The lanes of the options come first, and only they take new files.
-    let target_count = placed.rule().map_or(0, Rule::lane_count);
-    for (index, (lane_status, lane)) in lane_statuses.iter_mut().zip(placed.lanes()).enumerate() {
+    let target_count = lanes.rule().map_or(0, Rule::lane_count);
+    for (index, (lane_status, lane)) in lane_statuses.iter_mut().zip(lanes.lanes()).enumerate() {
         let figures = lane.figures();
         lane_status.path = lane.path().as_bytes().into();
         lane_status.placed = Some(PlacedStatus {
             files: figures.files,
             bytes: figures.bytes,
             takes_files: index < target_count,
-            state: match figures.state {
-                firn_lanes::LaneState::Ok => LaneState::Ok,
-                firn_lanes::LaneState::Full => LaneState::Full,
-                firn_lanes::LaneState::Gone => LaneState::Gone,
-                firn_lanes::LaneState::Hung => LaneState::Hung,
-            },
+            state: protocol_lane_state(figures.state),
         });
     }
-    for path in placed.absent() {
+    for path in lanes.absent() {
         lane_statuses.push(LaneStatus {
             path: path.as_bytes().into(),
             placed: Some(PlacedStatus {
@@ -409,6 +405,16 @@ pub(crate) fn fill_lane_statuses(placed: &Lanes<DirBacking>, lane_statuses: &mut
             }),
             ..LaneStatus::default()
         });
+    }
+}
+
+/// Converts the state of a lane to the type of the control protocol.
+fn protocol_lane_state(state: firn_lanes::LaneState) -> LaneState {
+    match state {
+        firn_lanes::LaneState::Ok => LaneState::Ok,
+        firn_lanes::LaneState::Full => LaneState::Full,
+        firn_lanes::LaneState::Gone => LaneState::Gone,
+        firn_lanes::LaneState::Hung => LaneState::Hung,
     }
 }
 
@@ -468,7 +474,7 @@ pub(crate) fn refuse_without_placement() -> Reply {
 /// Returns the reply to a request for a file's lane (the directory that has its data): where the data of an existing
 /// file is, and where a new file of this name would be placed.
 pub(crate) fn explain_lane(store: &Store, path: &BytePath) -> Reply {
-    let Some(lanes) = store.placed() else {
+    let Some(lanes) = store.lane_layer() else {
         return refuse_without_placement();
     };
     let relative = Path::new(OsStr::from_bytes(path.as_bytes()));
@@ -477,7 +483,7 @@ pub(crate) fn explain_lane(store: &Store, path: &BytePath) -> Reply {
             lane: None,
             reason: "no lane of this mount takes new files".into(),
         },
-        Some(rule) => explain_rule(rule, relative),
+        Some(rule) => explain_lane_choice(rule, relative),
     };
     let existing_file = match find_object(lanes, path.as_bytes()) {
         Ok(inode) => Some(inode),
@@ -485,7 +491,7 @@ pub(crate) fn explain_lane(store: &Store, path: &BytePath) -> Reply {
         Err(error) => {
             return Reply::Error {
                 errno: error.raw_os_error(),
-                message: format!("{path}: {}", crate::process::explain(error)),
+                message: format!("{path}: {}", crate::process::describe_errno(error)),
             };
         }
     };

@@ -1,7 +1,8 @@
-//! Checks backing and mount point before a mount changes anything.
+//! Checks the paths of backing and mount point before a mount. It changes only one thing: a dead Firn mount at the
+//! mount point is unmounted.
 //!
-//! Promise: if a backing and a mount point pass, they can be mounted as far as their paths show. Otherwise the mount is
-//! refused with the reason and what to do.
+//! Promise: if the checks pass, the backing can be read, no living Firn mount is at the mount point, and neither path
+//! lies in the other. Otherwise the mount is refused with the reason and what to do.
 
 use std::io;
 use std::path::{Path, PathBuf};

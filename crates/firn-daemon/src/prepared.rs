@@ -172,7 +172,7 @@ impl PreparedFrontend {
             }
             Self::Tree(stubs) => {
                 let uuid = attached.engine.arena().superblock().uuid;
-                let shares_files = attached.engine.backing().logged().is_some();
+                let shares_files = attached.engine.backing().log_layer().is_some();
                 stubs.publish(shares_files, uuid, data_socket_path, &checked.backing)?;
                 takeover.register_stub_tree();
                 Ok(Frontend::Tree(stubs))
@@ -205,12 +205,13 @@ fn resume_session(
 }
 
 /// Returns how long the kernel may cache attributes and names, and whether it may read files itself (passthrough).
+/// Names are not cached if other hosts may change them at any time.
 fn adapter_options(engine: &Engine<Store>, options: &Options) -> AdapterOptions {
     let cache_timeout = Duration::from_millis(options.attr_timeout_ms);
     AdapterOptions {
-        // With logs, a view of other hosts' changes in the log layer may be as old as half of the timeout
-        // (`view_age_max`), so the kernel may cache attributes only for the other half.
-        attr_timeout: if engine.backing().features().finishes_files {
+        // What the log layer shows of other hosts may be as old as half of the timeout (`view_age_max`), so the kernel
+        // may cache attributes only for the other half.
+        attr_timeout: if has_log_layer(engine) {
             cache_timeout / 2
         } else {
             cache_timeout
@@ -224,13 +225,18 @@ fn adapter_options(engine: &Engine<Store>, options: &Options) -> AdapterOptions 
     }
 }
 
+/// Returns whether files may lie in logs: only the log layer has work to finish after the last close of a file.
+fn has_log_layer(engine: &Engine<Store>) -> bool {
+    engine.backing().features().finishes_files
+}
+
 /// Returns whether other hosts may create, rename and remove files at any time, so that the kernel must not cache
 /// names.
 ///
 /// Hosts that commit together are different: they see each other's names at a commit, and the kernel's cache is cleared
 /// then.
 fn do_other_hosts_change_names(engine: &Engine<Store>, options: &Options) -> bool {
-    engine.backing().features().finishes_files || options.tokens != TokenService::None
+    has_log_layer(engine) || options.tokens != TokenService::None
 }
 
 /// Returns the options of the FUSE session.

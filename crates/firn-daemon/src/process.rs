@@ -1,4 +1,5 @@
-//! Prepares a process of Firn before it serves: limits, umask and capabilities.
+//! What concerns a process as the kernel sees it: prepares a process of Firn before it serves (limits, umask and
+//! capabilities), describes errors that such a limit causes, and finds the process of a thread.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -8,7 +9,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
 
 /// Returns the process of a thread. If firnd does not see that process, returns the number of the thread itself.
-pub(crate) fn find_process(thread: u32) -> u32 {
+pub(crate) fn process_of_thread(thread: u32) -> u32 {
     firn_process::process_of_thread(thread).unwrap_or(thread)
 }
 
@@ -47,15 +48,15 @@ pub(crate) fn file_size_limit_bytes() -> Option<u64> {
 }
 
 /// Describes an errno of the backing, and the limit of this process that caused it, if one did.
-pub(crate) fn explain(errno: Errno) -> String {
-    match limit_behind(errno) {
+pub(crate) fn describe_errno(errno: Errno) -> String {
+    match describe_limit_behind(errno) {
         Some(limit) => format!("{errno}: {limit}"),
         None => errno.to_string(),
     }
 }
 
 /// Returns which limit of this process caused an errno of the backing, and what to do; `None` if no limit did.
-pub(crate) fn limit_behind(errno: Errno) -> Option<String> {
+pub(crate) fn describe_limit_behind(errno: Errno) -> Option<String> {
     let limit = file_size_limit_bytes().filter(|_| errno == Errno::FBIG)?;
     Some(format!(
         "the limit on file sizes (ulimit -f) of this process is {}: run `firn mount` or `firn recover` with a higher limit",

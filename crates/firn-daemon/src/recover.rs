@@ -15,7 +15,7 @@ use firn_backing::Errno;
 use firn_config::Options;
 use firn_format::durability::DurabilityLevel;
 use firn_protocol::ErrorStatus;
-use firn_transact::{Expected, Members, Opening, TransactionalBacking};
+use firn_transact::{Expected, Members, Opening, RecoveryOutcome, TransactionalBacking};
 use serde::Serialize;
 
 use crate::attach::AttachedArena;
@@ -23,7 +23,7 @@ use crate::error::{AttachError, RecoverError};
 use crate::event::Event;
 use crate::frontend::{Stubs, TreeEnd};
 use crate::host_lease::{
-    HostLease, open_backing, release_lease_of_last_boot, release_leases_of_arena,
+    HostLease, open_backing, release_lease_of_earlier_boot, release_leases_of_arena,
     was_backing_shared,
 };
 use crate::host_name::host_name;
@@ -49,7 +49,7 @@ pub struct RecoverRequest {
     pub backing: PathBuf,
     /// Checked options, of which `arena-dir` and `io-threads` are used.
     pub options: Options,
-    /// What to do with held data whose file is missing in the backing.
+    /// What to do with held data if its file is missing in the backing.
     pub lost: LostPolicy,
 }
 
@@ -65,7 +65,7 @@ pub struct RecoverReport {
     pub recovered_files: u64,
     /// Bytes that are still in the arena.
     pub left_bytes: u64,
-    /// Bytes in the arena whose file is missing in the backing.
+    /// Bytes in the arena that belong to files which are missing in the backing.
     pub lost_file_bytes: u64,
     /// The files that are missing in the backing, and what was done with their data.
     pub lost: Vec<LostReport>,
@@ -123,25 +123,38 @@ pub fn recover_host(backing: &Path, host: String) -> Result<HostReport, RecoverE
             ..HostReport::default()
         });
     }
-    // The host's files may lie in logs. Its transaction is then applied to the logs in its name.
-    let options = Options {
-        host: Some(members.host.clone()),
-        ..Options::default()
-    };
-    let lower_store = open_lower_store_unmounted(&backing, &options, &mut lease)?;
-    let opening = Opening {
-        members: Some(members),
-        ..Opening::default()
-    };
-    let (_, outcome) =
-        TransactionalBacking::open_with(lower_store, opening, |_| Ok::<_, AttachError>(()))
-            .map_err(AttachError::in_backing(&backing))?;
+    let outcome = finish_transactions(&backing, members, &mut lease)?;
     Ok(HostReport {
         finished: outcome.finished,
         undone: outcome.undone.len() as u64,
         waiting: outcome.waiting.into_iter().map(|(id, _)| id).collect(),
         held_bytes: dead_host.held_bytes,
     })
+}
+
+/// Finishes or undoes the transactions of a dead host, in its name, and returns the outcome. The caller has taken the
+/// host's lease.
+fn finish_transactions(
+    backing: &Path,
+    members: Members,
+    lease: &mut HostLease,
+) -> Result<RecoveryOutcome, AttachError> {
+    // The host's files may lie in logs. Its transaction is then applied to the logs in its name.
+    let options = Options {
+        host: Some(members.host.clone()),
+        ..Options::default()
+    };
+    let lower_store = open_lower_store_unmounted(backing, &options, lease)?;
+    let opening = Opening {
+        members: Some(members),
+        ..Opening::default()
+    };
+    // The opening does the work, so the opened store is dropped. The dead host's memory is gone, so there is no data of
+    // undone transactions to drop.
+    let drop_data = |_: &[Vec<u8>]| Ok::<_, AttachError>(());
+    let (_, outcome) = TransactionalBacking::open_with(lower_store, opening, drop_data)
+        .map_err(AttachError::in_backing(backing))?;
+    Ok(outcome)
 }
 
 /// Drains the arena of a backing until all of it is durable, then removes the arena. Returns what was done and what is
@@ -188,11 +201,11 @@ pub fn recover(
     let lost_reports = match lost::apply_policy(&attached.engine, &request.lost) {
         Ok(lost_reports) => lost_reports,
         Err(error) => {
-            attached.stop_unseen(arena_end);
+            attached.stop_before_visible(arena_end);
             return Err(error);
         }
     };
-    if let Some(logs) = attached.engine.backing().logged()
+    if let Some(logs) = attached.engine.backing().log_layer()
         && is_durable
     {
         logs::settle_at_unmount(logs, request.options.flatten);
@@ -207,7 +220,7 @@ pub fn recover(
         };
         stubs.end(tree_end);
     }
-    attached.stop_unseen(arena_end);
+    attached.stop_before_visible(arena_end);
     if let Some(arena) = &report.arena
         && !arena.exists()
         && let Err(error) = release_leases_of_arena(&backing, arena)
@@ -234,7 +247,7 @@ fn recover_without_arena(
     options: &Options,
     arena: &Path,
 ) -> Result<RecoverReport, RecoverError> {
-    match logs::end_removals(backing, options) {
+    match logs::finish_removals_of_logged_files(backing, options) {
         // `Held` means that another host has the backing mounted; that mount finishes the removals.
         Ok(()) | Err(AttachError::Held { .. }) => report_last_boot(backing, options, arena),
         Err(error) => Err(error.into()),
@@ -249,7 +262,7 @@ fn report_last_boot(
     arena: &Path,
 ) -> Result<RecoverReport, RecoverError> {
     let gone_bytes = match host_name(options) {
-        Ok(host) => release_lease_of_last_boot(backing, &host, arena)?,
+        Ok(host) => release_lease_of_earlier_boot(backing, &host, arena)?,
         // A host with an invalid name has shared nothing, so it has no lease.
         Err(_) => None,
     };
@@ -335,7 +348,7 @@ fn describe_drain(
         && error != Errno::CANCELED
         && errors.is_empty()
     {
-        let explained = process::explain(error);
+        let explained = process::describe_errno(error);
         errors.push(ErrorStatus {
             errno: error.raw_os_error(),
             message: format!("the backing did not accept all data: {explained}"),

@@ -86,7 +86,7 @@ pub(crate) fn failure_reply(error: Errno, path: &BytePath) -> Reply {
         Errno::CANCELED => "the wait was given up".into(),
         error => format!(
             "the backing reports: {}; the data is kept and tried again (`firn status` says when)",
-            process::explain(error)
+            process::describe_errno(error)
         ),
     };
     Reply::Error {

@@ -1,5 +1,4 @@
-//! Converts files, chunks, tokens and errors to the types of the control protocol. `Engine::figures` has the engine's
-//! figures.
+//! Converts files, chunks, tokens and errors to the types of the control protocol.
 
 use firn_backing::Errno;
 use firn_engine::{Engine, FileFigures, ListedPart, PartPlace};
@@ -9,7 +8,8 @@ use firn_protocol::{ChunkPiece, ErrorStatus, FileStatus, Place, TokenState, Toke
 use crate::process;
 use crate::store::Store;
 
-/// Returns the status of a token, the lock that gives a lane (I/O server) one writing host at a time.
+/// Returns the status of a token, the lock that lets one host at a time write to a lane (I/O server). In the state
+/// `Without` the host writes without its token, because the lock service does not answer.
 pub(crate) fn token_status(figures: TokenFigures) -> TokenStatus {
     TokenStatus {
         state: match figures.state {
@@ -31,16 +31,20 @@ pub(crate) fn token_status(figures: TokenFigures) -> TokenStatus {
 /// Adds an explanation to errors that are caused by a limit of firnd's own process.
 pub(crate) fn explain_errors(errors: &mut [ErrorStatus]) {
     for error in errors {
-        if let Some(limit) = process::limit_behind(Errno::from_raw_os_error(error.errno)) {
+        if let Some(limit) = process::describe_limit_behind(Errno::from_raw_os_error(error.errno)) {
             error.message += &format!(": {limit}");
         }
     }
 }
 
-/// Returns the files at or below `path` that are open or have bytes in the arena. With `idle` it returns all files of
-/// which the engine has data or state that the backing lacks.
-pub(crate) fn list_files(engine: &Engine<Store>, path: &[u8], idle: bool) -> Vec<FileStatus> {
-    let files = if idle {
+/// Returns the files at or below `path` that are open or have bytes in the arena. With `includes_idle` it
+/// returns all files of which the engine has data or state that the backing lacks.
+pub(crate) fn list_files(
+    engine: &Engine<Store>,
+    path: &[u8],
+    includes_idle: bool,
+) -> Vec<FileStatus> {
+    let files = if includes_idle {
         engine.files_below(path)
     } else {
         engine.files_in_use_below(path)

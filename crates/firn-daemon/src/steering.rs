@@ -22,7 +22,7 @@ use rustix::fs::{Mode, OFlags, fstat, open};
 
 use crate::error::AttachError;
 use crate::host_name::host_name;
-use crate::lane_rule::{explain_rule, placement_rule};
+use crate::lane_rule::{explain_lane_choice, placement_rule};
 use crate::store::Store;
 
 /// Checks whether the backing's file system can be steered, as far as that is possible without creating anything.
@@ -42,9 +42,9 @@ pub(crate) struct SteeredBacking {
     pub(crate) steered: Option<Arc<SteeredPlacement>>,
 }
 
-/// Opens a backing; if the options say so, its file system is told on which server to put each new file (steering). A
-/// read-only mount steers nothing.
-pub(crate) fn open_steered(
+/// Adds steering to an opened backing, if the options say so: its file system is told on which server to put each new
+/// file. A read-only mount steers nothing.
+pub(crate) fn add_steering(
     directory: DirBacking,
     options: &Options,
 ) -> Result<SteeredBacking, AttachError> {
@@ -57,6 +57,7 @@ pub(crate) fn open_steered(
     let host = host_name(options)?;
     let driver = match open_driver(options).map_err(|why| steering_error(options, why))? {
         Some(driver) => driver,
+        // MooseFS puts a new file on the server of its directory, so new files are made in a staging directory.
         None => Box::new(open_staging(&directory, options, &host)?),
     };
     let steered = SteeredPlacement::new(
@@ -138,7 +139,7 @@ pub(crate) fn explain_placement(
     path: &BytePath,
 ) -> Reply {
     let relative = Path::new(OsStr::from_bytes(path.as_bytes()));
-    let choice = explain_rule(steered.rule(), relative);
+    let choice = explain_lane_choice(steered.rule(), relative);
     let is_missing = matches!(find_object(store, path.as_bytes()), Err(Errno::NOENT));
     let location = match open_file_below(backing, relative) {
         Ok(file) => Some(steered.find_server(file.as_fd())),

@@ -3,8 +3,8 @@
 //!
 //! ```text
 //!   TransactionalBacking    or   PlainBacking, which only hides `.firn`
-//!   LogBacking              or   nothing: files lie in the backing as they are
-//!   Lanes                   or   nothing: data lies where names do
+//!   LogBacking              or   no log layer: files lie in the backing as they are
+//!   Lanes                   or   no lane layer: data lies where names do
 //!   DirBacking
 //! ```
 //!
@@ -17,10 +17,10 @@ use firn_lanes::Lanes;
 use firn_log::{LogBacking, Logs};
 use firn_transact::{Object, PlainBacking, TransactionalBacking};
 
-/// A directory, with a layer of lanes if files are placed.
+/// A directory, with a layer of lanes (`Upper`) if files are placed, and without it (`Lower`) otherwise.
 pub(crate) type PlaceableStore<B = DirBacking> = Either<B, Lanes<B>>;
 
-/// A placeable store, with a layer of logs if files may lie in logs.
+/// A placeable store, with a layer of logs (`Upper`) if files may lie in logs, and without it (`Lower`) otherwise.
 pub(crate) type LoggableStore<B = DirBacking> =
     Either<PlaceableStore<B>, LogBacking<PlaceableStore<B>>>;
 
@@ -47,14 +47,14 @@ pub(crate) trait Layers<B: Backing> {
     /// Returns the layer of transactions; `None` if the mount has none.
     fn transactional(&self) -> Option<&TransactionalStore<B>>;
 
-    /// Returns what lies below the layer of transactions.
-    fn loggable(&self) -> &LoggableStore<B>;
+    /// Returns the store below the layer of transactions: the directory, with lanes and logs if there are some.
+    fn below_transactions(&self) -> &LoggableStore<B>;
 
     /// Returns the layer of logs; `None` if no file can lie in logs.
-    fn logged(&self) -> Option<&dyn Logs>;
+    fn log_layer(&self) -> Option<&dyn Logs>;
 
     /// Returns the layer of lanes; `None` if no file is placed.
-    fn placed(&self) -> Option<&Lanes<B>>;
+    fn lane_layer(&self) -> Option<&Lanes<B>>;
 }
 
 impl<B: Backing> Layers<B> for Store<B> {
@@ -62,19 +62,19 @@ impl<B: Backing> Layers<B> for Store<B> {
         self.upper()
     }
 
-    fn loggable(&self) -> &LoggableStore<B> {
+    fn below_transactions(&self) -> &LoggableStore<B> {
         match self {
             Either::Lower(plain) => plain.base(),
             Either::Upper(transactional) => transactional.base(),
         }
     }
 
-    fn logged(&self) -> Option<&dyn Logs> {
-        Some(self.loggable().upper()?)
+    fn log_layer(&self) -> Option<&dyn Logs> {
+        Some(self.below_transactions().upper()?)
     }
 
-    fn placed(&self) -> Option<&Lanes<B>> {
-        let placeable = match self.loggable() {
+    fn lane_layer(&self) -> Option<&Lanes<B>> {
+        let placeable = match self.below_transactions() {
             Either::Lower(placeable) => placeable,
             Either::Upper(logs) => logs.below(),
         };

@@ -48,14 +48,13 @@ pub(crate) fn open_store(
     notice: &mut dyn FnMut(String),
 ) -> Result<OpenedStore, AttachError> {
     let members = participants::members(target.options)?;
-    drop_data_of_other_staging_owners(target.backing, &directory, members.as_ref(), arena)?;
+    // Transactions of other hosts or of other participants stay as they are.
+    drop_data_of_foreign_transactions(target.backing, &directory, members.as_ref(), arena)?;
     let has_transactions = target.options.drain == Drain::Commit
         || TransactionalBacking::has_transactions(&directory)?;
+    // Lanes and logs.
     let lower_store = open_lower_store(target, directory, lease, notice)?;
-    let RecoveredStore {
-        store,
-        undone_scopes,
-    } = if has_transactions {
+    let recovered = if has_transactions {
         open_transactional(target, lower_store.store, members, arena, notice)?
     } else {
         RecoveredStore {
@@ -64,13 +63,13 @@ pub(crate) fn open_store(
         }
     };
     Ok(OpenedStore {
-        store,
-        undone_scopes,
+        store: recovered.store,
+        undone_scopes: recovered.undone_scopes,
         parts: lower_store.parts,
     })
 }
 
-/// A store whose transactions were recovered.
+/// A store with recovered transactions.
 struct RecoveredStore {
     store: Store,
     /// Scopes of transactions that were undone.
@@ -97,16 +96,7 @@ fn open_transactional(
     // The names are read first, because opening the transactions may end some of them.
     let known_backups = TransactionalBacking::known_backups(&lower_store, backup_store)?;
     let (store, outcome) = match members {
-        None => {
-            let opening = Opening {
-                history: options.history,
-                arena: Some(arena.id()),
-                living: living_transactions(target.resumed),
-                ..Opening::default()
-            };
-            let drop_data = |scopes: &[Vec<u8>]| drop_data_of_aborted(target, arena, scopes);
-            TransactionalBacking::open_with(lower_store, opening, drop_data)?
-        }
+        None => open_transactions_of_this_host(target, lower_store, arena)?,
         Some(members) => open_transactions_of_members(target, lower_store, members, arena, notice)?,
     };
     let store = store.in_mode(match options.mode {
@@ -115,6 +105,7 @@ fn open_transactional(
     });
     let store = crate::backup::attach_backup(store, backing, backup_dir, &known_backups)?;
     report_outcome(&outcome, notice);
+    // The layer was only needed for what an earlier mount has left.
     if options.drain != Drain::Commit {
         return close_transactions(target, store, outcome);
     }
@@ -128,6 +119,23 @@ fn open_transactional(
         store: Store::Upper(store),
         undone_scopes: outcome.undone,
     })
+}
+
+/// Opens the layer of transactions of a host that commits alone. The transactions that it has left are finished or
+/// undone, except those that continue because this firnd takes over their mount.
+fn open_transactions_of_this_host(
+    target: &AttachTarget<'_>,
+    lower_store: LoggableStore,
+    arena: &mut FoundArena,
+) -> Result<(TransactionalStore, RecoveryOutcome), AttachError> {
+    let opening = Opening {
+        history: target.options.history,
+        arena: Some(arena.id()),
+        living: living_transactions(target.resumed),
+        ..Opening::default()
+    };
+    let drop_data = |scopes: &[Vec<u8>]| drop_data_of_aborted(target, arena, scopes);
+    TransactionalBacking::open_with(lower_store, opening, drop_data)
 }
 
 /// Reports to the user which transactions of an earlier firnd were finished and which were undone.
@@ -145,7 +153,7 @@ fn report_outcome(outcome: &RecoveryOutcome, notice: &mut dyn FnMut(String)) {
     }
 }
 
-/// Removes the layer of transactions from a store whose transactions have ended. Without this layer and its tables, the
+/// Removes the layer of transactions from a store after they have ended. Without this layer and its tables, the
 /// kernel may read files itself. Fails while a prepared transaction waits.
 fn close_transactions(
     target: &AttachTarget<'_>,
@@ -207,7 +215,7 @@ fn checkpoint_keys(rules: &[String], scopes: &[Vec<u8>]) -> Vec<Vec<u8>> {
 /// They were begun with other participants, or under another host name.
 ///
 /// Such a transaction stays as it is: only a mount with those participants and that name, or `firn recover`, ends it.
-fn drop_data_of_other_staging_owners(
+fn drop_data_of_foreign_transactions(
     backing: &Path,
     directory: &DirBacking,
     members: Option<&Members>,
@@ -219,12 +227,13 @@ fn drop_data_of_other_staging_owners(
     let arena_id = arena.id();
     // An owner is a host name with its own directory of transactions in the backing, or none for a mount of one host.
     for owner in TransactionalBacking::other_staging_owners(directory, members)? {
-        let directory =
+        // `drop_of` consumes a directory, so each owner gets one of its own.
+        let owned_directory =
             DirBacking::open(backing).map_err(|source| AttachError::BackingUnusable {
                 path: backing.into(),
                 source,
             })?;
-        TransactionalBacking::drop_of(directory, owner, arena_id, |scopes| {
+        TransactionalBacking::drop_of(owned_directory, owner, arena_id, |scopes| {
             arena.drop_below(scopes)
         })?;
     }
@@ -255,8 +264,8 @@ fn open_transactions_of_members(
     notice: &mut dyn FnMut(String),
 ) -> Result<(TransactionalStore, RecoveryOutcome), AttachError> {
     let deadline = Instant::now() + Duration::from_millis(target.options.participants_wait_ms);
-    let mut waits = participants::READ_RETRY.start();
-    let mut is_reported = false;
+    let mut backoff = participants::READ_RETRY.start();
+    let mut has_reported_wait = false;
     loop {
         let opening = Opening {
             members: Some(members.clone()),
@@ -266,21 +275,21 @@ fn open_transactions_of_members(
         };
         let drop_data = |scopes: &[Vec<u8>]| drop_data_of_aborted(target, arena, scopes);
         match TransactionalBacking::try_open(lower_store, opening, drop_data) {
+            // Another host has not stopped its changes yet. The failed attempt has returned the store.
             Err((
-                base,
+                returned_store,
                 AttachError::Transactions(
                     error @ TransactionError::Abort(AbortError::Stopping { .. }),
                 ),
             )) if Instant::now() < deadline => {
-                if !is_reported {
+                if !has_reported_wait {
                     notice(format!("waiting: {error}"));
-                    is_reported = true;
+                    has_reported_wait = true;
                 }
-                // The failed attempt has returned the store.
-                lower_store = base;
+                lower_store = returned_store;
             }
             opened => return opened.map_err(|(_, error)| error),
         }
-        waits.sleep();
+        backoff.sleep();
     }
 }

@@ -29,7 +29,7 @@ use firn_arena::ArenaError;
 use firn_arena::live::{EarlierTable, LiveTable, LiveTableError};
 use firn_backing::Volume as _;
 use firn_client::paths::RuntimeFiles;
-use firn_engine::{Engine, HiddenFile, Resumed, ResumedRequests};
+use firn_engine::{Engine, FileKeeper, HiddenFile, Resumed, ResumedRequests};
 use firn_format::live::{Device, FileLock, Header, InitExchange};
 use firn_format::mountinfo;
 use firn_fuse::KeepConnection;
@@ -53,7 +53,7 @@ use crate::parts::InvalidateCache;
 use crate::spawn::write_request;
 use crate::store::{Layers as _, Store};
 
-/// A mount whose firnd died, and which this firnd serves from now on.
+/// A mount of a firnd that died, which this firnd serves from now on.
 pub(crate) struct TakenOverMount {
     /// The connection to the kernel.
     pub(crate) device: OwnedFd,
@@ -98,8 +98,9 @@ impl TakenOverMount {
             contents,
             takeovers,
             files: nameless_files,
-            keeper: link.map(|link| Arc::clone(link) as _),
+            keeper: link.map(|link| Arc::clone(link) as Arc<dyn FileKeeper>),
             died_ticks: clock_ticks_from_time(death_time),
+            // The recovery records here what programs lose.
             losses: Default::default(),
         };
         abandon_handles_without_locks(&resumed, &lock_files);
@@ -136,7 +137,7 @@ impl TakenOverMount {
         }
     }
 
-    /// Returns the last time a firnd died whose transactions were aborted, since the host started.
+    /// Returns the time of the last death of a firnd by which transactions were aborted, since the host started.
     fn last_loss(&self) -> Option<Duration> {
         let scopes = self.resumed.table.undone_scopes();
         let last_death = scopes.iter().map(|scope| scope.died_ticks).max()?;
@@ -145,7 +146,8 @@ impl TakenOverMount {
 
     /// Returns the paths of aborted transactions of which the kernel may still cache names and bytes. The empty path
     /// stands for the whole mount.
-    fn lost_scopes(&self) -> BTreeSet<Vec<u8>> {
+    fn scopes_to_invalidate(&self) -> BTreeSet<Vec<u8>> {
+        const WHOLE_MOUNT: Vec<u8> = Vec::new();
         let contents = &self.resumed.contents;
         let died_during_abort = contents
             .transactions
@@ -154,7 +156,7 @@ impl TakenOverMount {
         if died_during_abort {
             // firnd died during an abort, perhaps after the transaction had ended and before the kernel was informed.
             // The live table has no path of the transaction, so the whole mount counts.
-            return BTreeSet::from([Vec::new()]);
+            return BTreeSet::from([WHOLE_MOUNT]);
         }
         let scopes = self.resumed.losses.lock().scopes.clone();
         if !scopes.is_empty() {
@@ -164,7 +166,7 @@ impl TakenOverMount {
             // The firnd that aborted the transactions has died too, and the live table has no full paths. So the whole
             // mount counts.
             Some(loss) if uptime().saturating_sub(loss) < RECENT_LOSS => {
-                BTreeSet::from([Vec::new()])
+                BTreeSet::from([WHOLE_MOUNT])
             }
             _ => BTreeSet::new(),
         }
@@ -177,7 +179,7 @@ impl TakenOverMount {
         attached: &AttachedArena,
         invalidate_cache: &InvalidateCache,
     ) {
-        let scopes = self.lost_scopes();
+        let scopes = self.scopes_to_invalidate();
         if scopes.is_empty() {
             return;
         }
@@ -269,7 +271,7 @@ fn refuse_table(error: LiveTableError) -> MountError {
 /// Returns why a mount cannot be taken over if its firnd dies; `None` if it can.
 fn find_takeover_obstacle(engine: &Engine<Store>) -> Option<&'static str> {
     let features = engine.backing().features();
-    if engine.backing().logged().is_some() && !features.shares_range_locks {
+    if engine.backing().log_layer().is_some() && !features.shares_range_locks {
         return Some("layout=log in a FUSE file system: locks of files end with firnd");
     }
     None
@@ -285,7 +287,7 @@ fn create_live_table(
     let table = Arc::new(LiveTable::create(&files.live)?);
     engine.note_live(Arc::clone(&table));
     if let Some(link) = link {
-        engine.set_file_keeper(Arc::clone(link) as _);
+        engine.set_file_keeper(Arc::clone(link) as Arc<dyn FileKeeper>);
     }
     Ok(table)
 }
@@ -296,9 +298,9 @@ pub(crate) struct Takeover {
     table: Option<Arc<LiveTable>>,
     obstacle: Mutex<Option<&'static str>>,
     /// Whether the kernel sends unanswered requests again to the next firnd (Linux 6.9).
-    resends: AtomicBool,
+    kernel_resends: AtomicBool,
     /// Open files that were lost at the last takeover.
-    bad_handles: u64,
+    lost_open_files: u64,
     arena: [u8; 16],
     mount_point: PathBuf,
     /// The request that made the mount, with the changes of later upgrades.
@@ -343,8 +345,8 @@ impl Takeover {
             link: link.cloned(),
             table,
             obstacle: Mutex::new(obstacle),
-            resends: AtomicBool::new(true),
-            bad_handles: 0,
+            kernel_resends: AtomicBool::new(true),
+            lost_open_files: 0,
             arena: engine.arena().superblock().uuid,
             mount_point: mount_point.to_owned(),
             request: request.clone(),
@@ -363,8 +365,8 @@ impl Takeover {
             link: link.cloned(),
             table: Some(Arc::clone(&taken_over.resumed.table)),
             obstacle: Mutex::new(None),
-            resends: AtomicBool::new(firn_fuse::sends_again(&taken_over.header.exchange)),
-            bad_handles: requests.as_ref().map_or(0, |requests| requests.bad_handles),
+            kernel_resends: AtomicBool::new(firn_fuse::sends_again(&taken_over.header.exchange)),
+            lost_open_files: requests.as_ref().map_or(0, |requests| requests.bad_handles),
             arena: taken_over.header.arena,
             mount_point: taken_over.mount_point(),
             request: request.clone(),
@@ -507,11 +509,11 @@ fn kill_this_process() -> ! {
 }
 
 impl KeepConnection for Takeover {
-    fn keep(&self, device: BorrowedFd<'_>, exchange: &InitExchange, resends: bool) {
+    fn keep(&self, device: BorrowedFd<'_>, exchange: &InitExchange, kernel_resends: bool) {
         if self.obstacle.lock().is_some() {
             return;
         }
-        self.resends.store(resends, Ordering::Relaxed);
+        self.kernel_resends.store(kernel_resends, Ordering::Relaxed);
         if let Err(why) = self.store_connection(device, exchange) {
             tracing::info!(why, "the mount cannot be taken over if firnd dies");
             *self.obstacle.lock() = Some(why);
@@ -522,20 +524,27 @@ impl KeepConnection for Takeover {
     }
 }
 
+impl Takeover {
+    /// Describes for the status whether another firnd can continue the mount; `obstacle` is the reason if none can.
+    fn describe_readiness(&self, obstacle: Option<&'static str>) -> &'static str {
+        match obstacle {
+            None if !self.kernel_resends.load(Ordering::Relaxed) => {
+                "ready, but requests in progress then end with EIO (before Linux 6.9)"
+            }
+            None => "ready",
+            Some(why) => why,
+        }
+    }
+}
+
 impl Part for Takeover {
     /// Adds to the status whether another firnd can continue the mount if this one dies, and why not; how the last
     /// upgrade ended; and the takeovers so far.
     fn fill_status(&self, status: &mut Status) {
         let obstacle = *self.obstacle.lock();
-        status.takeover = match obstacle {
-            None if !self.resends.load(Ordering::Relaxed) => {
-                "ready, but requests in progress then end with EIO (before Linux 6.9)".into()
-            }
-            None => "ready".into(),
-            Some(why) => why.into(),
-        };
+        status.takeover = self.describe_readiness(obstacle).into();
         // Open files that could not be continued after the last death of a firnd.
-        status.lost_open_files = self.bad_handles;
+        status.lost_open_files = self.lost_open_files;
         if let Some(link) = &self.link {
             status.upgrade.clone_from(&link.last_upgrade);
         }
@@ -577,8 +586,8 @@ impl Part for Takeover {
         })
     }
 
-    fn stop(&self, stop: &mut StopContext) {
-        if stop.was_never_visible {
+    fn stop(&self, context: &mut StopContext) {
+        if context.was_never_visible {
             // Another firnd may still take over the mount.
             return;
         }
@@ -588,8 +597,8 @@ impl Part for Takeover {
     }
 }
 
-/// Returns the FUSE connection of a mount after the death of the process that served it. The keeper, the process that
-/// started this one, has kept it open, with what else is in the result.
+/// Returns the FUSE connection of a mount after the death of the process that served it, with the open files without a
+/// name and the lock files of that process. The keeper, the process that started this one, has kept all of them open.
 ///
 /// `None` for a new mount, or for a stub tree (empty files on tmpfs), which has no connection.
 pub(crate) fn connection_of_resumed_mount(
@@ -609,9 +618,10 @@ pub(crate) fn connection_of_resumed_mount(
     })
 }
 
-/// A connection to the kernel whose firnd died.
+/// A connection to the kernel that outlived its firnd.
 pub(crate) struct ResumedConnection {
     pub(crate) device: OwnedFd,
+    /// Time of the death, since the host started.
     pub(crate) death_time: Duration,
     pub(crate) nameless_files: Vec<HiddenFile>,
     pub(crate) lock_files: Vec<KeptLockFile>,

@@ -12,35 +12,34 @@ const SAMPLE_EVERY_MAX: Duration = Duration::from_secs(1);
 
 /// The buckets since firnd attached the arena.
 pub(crate) struct Timeline {
-    began: Instant,
-    /// Length of each bucket.
-    bucket: Duration,
+    attached_at: Instant,
+    bucket_length: Duration,
     buckets: Vec<Bucket>,
     /// Time of the last sample.
     last_sample: Instant,
-    /// The sums at the last sample, which are subtracted from those of the next one.
+    /// The counters since the attach at the last sample, which are subtracted from those of the next one.
     last_counters: Bucket,
 }
 
 impl Timeline {
-    pub(crate) fn new(began: Instant) -> Self {
+    pub(crate) fn new(attached_at: Instant) -> Self {
         Self {
-            began,
-            bucket: FIRST_BUCKET,
+            attached_at,
+            bucket_length: FIRST_BUCKET,
             buckets: Vec::new(),
-            last_sample: began,
+            last_sample: attached_at,
             last_counters: Bucket::default(),
         }
     }
 
-    /// Returns the time until the next sample is useful.
+    /// Returns the pause before the next sample: the length of a bucket, but at most [`SAMPLE_EVERY_MAX`].
     pub(crate) fn sample_every(&self) -> Duration {
-        self.bucket.min(SAMPLE_EVERY_MAX)
+        self.bucket_length.min(SAMPLE_EVERY_MAX)
     }
 
     /// Returns the length of each bucket.
-    pub(crate) fn bucket(&self) -> Duration {
-        self.bucket
+    pub(crate) fn bucket_length(&self) -> Duration {
+        self.bucket_length
     }
 
     pub(crate) fn buckets(&self) -> &[Bucket] {
@@ -49,16 +48,16 @@ impl Timeline {
 
     /// Returns the time from the attach to the last sample.
     pub(crate) fn span_to_last_sample(&self) -> Duration {
-        self.last_sample.duration_since(self.began)
+        self.last_sample.duration_since(self.attached_at)
     }
 
     /// Adds a sample of the counters at `now`. What was counted since the last sample is spread evenly over the buckets
     /// (spans of equal length) of the time between. If there would be too many buckets, their length doubles first.
     pub(crate) fn add(&mut self, now: Instant, counters: Bucket) {
-        // All times are counted from the attach.
+        // The span is the time since the last sample. It, and all times of buckets, are counted from the attach.
         let sample_time = now.max(self.last_sample);
         let span_start = self.span_to_last_sample();
-        let span_end = sample_time.duration_since(self.began);
+        let span_end = sample_time.duration_since(self.attached_at);
         while self.bucket_index(span_end) >= BUCKETS_MAX {
             self.double_bucket_length();
         }
@@ -73,7 +72,7 @@ impl Timeline {
             if span > 0.0 { elapsed / span } else { 1.0 }
         };
         for index in first_index..=last_index {
-            let bucket_start = self.bucket * index as u32;
+            let bucket_start = self.bucket_length * index as u32;
             let share_start = if index == first_index {
                 0.0
             } else {
@@ -82,7 +81,7 @@ impl Timeline {
             let share_end = if index == last_index {
                 1.0
             } else {
-                share_before(bucket_start + self.bucket)
+                share_before(bucket_start + self.bucket_length)
             };
             self.buckets[index].add(increase.part(share_start, share_end));
         }
@@ -92,7 +91,7 @@ impl Timeline {
 
     /// Returns the index of the bucket that a time since the attach lies in.
     fn bucket_index(&self, time: Duration) -> usize {
-        (time.as_nanos() / self.bucket.as_nanos()) as usize
+        (time.as_nanos() / self.bucket_length.as_nanos()) as usize
     }
 
     /// Merges each two buckets into one of double length.
@@ -103,7 +102,7 @@ impl Timeline {
             merged
         });
         self.buckets = pairs.collect();
-        self.bucket *= 2;
+        self.bucket_length *= 2;
     }
 }
 
@@ -136,9 +135,9 @@ mod tests {
         let held = timeline.buckets().iter().map(|one| one.held_bytes).max();
         assert_eq!(held, Some(19_999));
         assert!(
-            timeline.bucket() >= Duration::from_secs(10),
+            timeline.bucket_length() >= Duration::from_secs(10),
             "{:?}",
-            timeline.bucket()
+            timeline.bucket_length()
         );
     }
 

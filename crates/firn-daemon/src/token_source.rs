@@ -1,8 +1,8 @@
-//! The source of a mount's tokens (`tokens=flock|etcd`). A *token* is the lock that gives a lane (one I/O server) one
-//! writing host at a time.
+//! Opens the lock service of a mount's tokens, flock or etcd (`tokens=flock|etcd`). A *token* is the lock that lets one
+//! host at a time write to a lane (one I/O server).
 //!
 //! Promises
-//! * A file system is refused before anything is written through it if its locks do not reach other hosts.
+//! * If the locks of the file system do not reach other hosts, the mount is refused before it writes anything.
 //! * An etcd that does not answer does not prevent a mount. It is reported, and drains continue without tokens.
 
 use std::io;
@@ -21,7 +21,7 @@ use crate::host_lease::{HostLease, open_backing, own_error};
 use crate::host_name::host_name;
 use crate::peers::terms_from_options;
 
-/// Makes the lock services of lanes.
+/// The opened lock service, from which the lock of each lane is made.
 pub(crate) struct TokenSource {
     kind: SourceKind,
     host: String,
@@ -41,7 +41,7 @@ enum SourceKind {
 
 impl TokenSource {
     /// Opens the source of tokens that the options name; `None` if the mount has no tokens. A token is the lock that
-    /// gives a lane (I/O server) one writing host at a time.
+    /// lets one host at a time write to a lane (I/O server).
     ///
     /// With flock(2) the host takes its lease, a locked file in the backing. The lease shows other hosts that this one
     /// is alive, and thereby whether locks reach them.

@@ -22,7 +22,7 @@ use crate::store::{LoggableStore, shown_scope};
 
 pub(crate) use self::answer::{RequestContext, answer_owned, answer_without_transactions};
 pub(crate) use self::last::{
-    end_transactions, find_unmount_obstacle, find_upgrade_obstacle, refuse_all_changes,
+    apply_commits_or_find_obstacle, end_transactions, find_upgrade_obstacle, refuse_all_changes,
     refuse_changes_after_decided_commits,
 };
 pub(crate) use self::status::transaction_statuses;

@@ -27,7 +27,7 @@ use firn_backing::{Caller, Errno};
 use firn_format::live::{ALL_PROCESSES, PathSum, UndoneScope};
 use firn_format::quote::quoted;
 
-use crate::process::find_process;
+use crate::process::process_of_thread;
 
 /// A change that a program requests.
 pub(crate) struct RequestedChange<'a> {
@@ -105,17 +105,20 @@ impl UndoneScopes {
                 aborted_scopes.push(entry);
             }
         }
-        // Of several aborted scopes, that of the last death decides. `None`: no process has to be informed.
+        // A process must be informed if it ran at the last death that has aborted one of these scopes.
         let Some(last_death) = aborted_scopes.iter().map(|scope| scope.died_ticks).max() else {
             return Ok(());
         };
-        let process = find_process(change.caller.pid);
+        let process = process_of_thread(change.caller.pid);
         let was_informed = informed_entries
             .iter()
             .any(|entry| entry.informed == Some(process) && entry.died_ticks == last_death);
-        if !change.is_repeated && (was_informed || !was_running_at(process, last_death)) {
+        let must_refuse =
+            change.is_repeated || (!was_informed && was_running_at(process, last_death));
+        if !must_refuse {
             return Ok(());
         }
+        // The process counts as informed before it gets the error, so a kill of this firnd does not repeat the error.
         for scope in aborted_scopes {
             self.table.note_undone_scope(UndoneScope {
                 informed: Some(process),

@@ -40,7 +40,7 @@ pub(super) struct ExitWatcher {
 struct WatchTable {
     /// The pidfd of each process; `None` if the process was gone before its pidfd was opened.
     processes: HashMap<u32, Option<OwnedFd>>,
-    /// Processes that have ended and whose exit status is not known yet, and when the end was first seen.
+    /// Processes that have ended without a known exit status so far, and when the end was first seen.
     zombies: HashMap<u32, Instant>,
     /// Ends that were taken from the table are being reported now.
     is_reporting: bool,

@@ -5,8 +5,14 @@
 //! * The *ballot* of a scope is a directory in the backing with the published state of each host's part, and the
 //!   decision.
 //! * The *event* is the close, rename or unlink that completes a checkpoint by its rule.
-//! * A *top* is a name of the checkpoint in its directory.
+//! * A *top* is a name of the checkpoint in its directory, such as `step_5`.
 //! * A part is *prepared* when its changes are complete and wait for the decision.
+//!
+//! ```text
+//!   event ──► state of each host ──► attempt N ──► each host prepares ──► verdict ──► decision ──► apply or abort
+//!                                        ▲                    │ given up
+//!                                        └── open again ◄─────┘
+//! ```
 //!
 //! One thread, `firn-rule-hosts`, reads the ballots of the scopes that are open here, and takes the step that
 //! [`firn_rules::joint::next_step`] returns. Only this thread calls the backing (the directory that all hosts share)
@@ -14,8 +20,8 @@
 //!
 //! Promises
 //! * A part is prepared only while no program changes it, and only in the state that its host has published.
-//! * A close, rename or unlink that is the event waits while the hosts commit, but does not wait for a host that still
-//!   writes. The first change of the next checkpoint waits for that host too, if one transaction would have both.
+//! * The program that makes the event waits while the hosts commit, but does not wait for a host that still writes. The
+//!   first change of the next checkpoint waits for that host too, if one transaction would have both.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -43,13 +49,13 @@ const READ_RETRY: Backoff = Backoff::new(Duration::from_millis(2), Duration::fro
 const ATTEMPT_RETRY: Backoff = Backoff::new(Duration::from_millis(20), Duration::from_secs(5));
 /// Pause between two checks of a program's thread that waits for other hosts. Each change of the table ends the pause.
 const WAIT_CHECK_EVERY: Duration = Duration::from_millis(100);
-/// Pause between two attempts to begin a scope whose last commit other hosts have not finished.
-const BEGIN_RETRY_EVERY: Duration = Duration::from_millis(20);
+/// Pause between two attempts to begin a scope of which other hosts have not finished the last commit.
+pub(super) const BEGIN_RETRY_EVERY: Duration = Duration::from_millis(20);
 /// Pause between two checks whether other hosts are alive.
 const LIVENESS_CHECK_EVERY: Duration = Duration::from_secs(1);
 /// Limit of conflicts that the log names.
 const LOGGED_CONFLICTS_MAX: usize = 20;
-/// Limit of ended scopes whose result is kept for the threads that wait for it.
+/// Limit of results of ended scopes that are kept for the threads that wait for them.
 const RESULTS_MAX: usize = 1024;
 
 /// Content of the ballot's file `try-N`, which begins attempt N to commit.
@@ -150,7 +156,7 @@ impl DeadHostCache {
         self.dead.intersection(hosts).cloned().collect()
     }
 
-    /// Checks which of `hosts` are dead. A host whose state cannot be read counts as alive.
+    /// Checks which of `hosts` are dead. A host counts as alive if its state cannot be read.
     fn check_hosts(&mut self, rules: &CommitRules, hosts: &BTreeSet<String>) {
         let own_host = rules.joint_settings.as_ref().map(|settings| &settings.host);
         self.dead.clear();
@@ -185,14 +191,13 @@ impl DeadHostCache {
 
 impl CommitRules {
     /// Runs the thread that commits checkpoints which several hosts write, until [`CommitRules::stop`]. In each round
-    /// it reads what the other hosts have published about each open checkpoint (`scope`), and takes the next step of
-    /// its commit.
+    /// it reads what the other hosts have published about each open checkpoint, and takes the next step of its commit.
     ///
     /// Only this thread calls the backing for these steps.
-    pub(crate) fn watch_hosts(&self) {
+    pub(crate) fn run_joint_commits(&self) {
         let mut dead_hosts = DeadHostCache::default();
         // The pauses between reads of the ballots become longer; after each step they are short again.
-        let mut waits = READ_RETRY.start();
+        let mut backoff = READ_RETRY.start();
         loop {
             let open_scopes: Vec<ScopeNumber> = {
                 let table = self.table.lock();
@@ -201,6 +206,7 @@ impl CommitRules {
                 }
                 table.scopes.keys().copied().collect()
             };
+            // Repeats messages to other hosts that could not be sent when a commit was applied.
             if let Err(errno) = self.gate.store().leave_applied_commits() {
                 tracing::debug!(%errno, "other hosts cannot be informed of a commit yet");
             }
@@ -209,17 +215,17 @@ impl CommitRules {
                 has_taken_step |= self.take_step(*scope, &mut dead_hosts);
             }
             if has_taken_step {
-                waits = READ_RETRY.start();
+                backoff.reset();
             }
             let mut table = self.table.lock();
-            if std::mem::take(&mut table.is_woken) {
-                waits = READ_RETRY.start();
+            if std::mem::take(&mut table.must_read_ballots) {
+                backoff.reset();
             } else if !table.is_stopped {
                 // `changed` ends the pause at each change of the table.
                 let pause = if open_scopes.is_empty() {
                     LIVENESS_CHECK_EVERY
                 } else {
-                    waits.next_wait()
+                    backoff.next_wait()
                 };
                 table.wait_for(&self.changed, pause);
             }
@@ -231,9 +237,9 @@ impl CommitRules {
         self.joint_settings.is_some()
     }
 
-    /// Makes the thread examine all scopes at once.
-    pub(super) fn wake_hosts(&self) {
-        self.table.lock().is_woken = true;
+    /// Makes the thread that commits with other hosts examine all scopes at once.
+    pub(super) fn wake_joint_commit_thread(&self) {
+        self.table.lock().must_read_ballots = true;
         self.changed.notify_all();
     }
 
@@ -426,12 +432,18 @@ impl CommitRules {
         let engine = self.gate.engine();
         let rename = || {
             self.carry_out(actions)?;
-            let Some(Cached::Inode(dir)) = engine.tree.cached_at(dir) else {
+            let Some(Cached::Inode(dir_inode)) = engine.tree.cached_at(dir) else {
                 return Err(Errno::STALE);
             };
             let flags = RenameFlags::empty();
             let namespace = &engine.namespace;
-            namespace.rename(dir, &last_name(from), dir, &last_name(to), flags)
+            namespace.rename(
+                dir_inode,
+                &last_name(from),
+                dir_inode,
+                &last_name(to),
+                flags,
+            )
         };
         let renamed = rename();
         let mut table = self.table.lock();
@@ -454,28 +466,25 @@ impl CommitRules {
     /// Decides the next step of a checkpoint's commit on this host. Also returns the state of this host's part: what
     /// its programs wrote. `None` if this host has no part.
     ///
-    /// `view` is what the hosts have published, and `dead` are the hosts that do not live any more.
+    /// `published` is what the hosts have published, and `dead` are the hosts that do not live any more.
     fn find_step(
         &self,
         scope: ScopeNumber,
-        view: &JointView,
+        published: &JointView,
         dead: &BTreeSet<String>,
     ) -> Option<(OwnPart, JointStep)> {
         let settings = self.joint_settings.as_ref()?;
         let table = self.table.lock();
         let mut own_part = table.machine.own_part(scope)?;
         let joint = table.joint_commits.get(&scope);
-        if let Some(prepared) = joint.and_then(|joint| joint.prepared) {
-            own_part.prepared_for = Some(prepared.number);
-            own_part.is_late = prepared.since.elapsed() > settings.hosts_timeout;
-        } else {
-            own_part.prepared_for = None;
-            own_part.is_late = false;
-        }
-        let obstacle = |states: &BTreeMap<String, HostState>| {
+        let prepared = joint.and_then(|joint| joint.prepared);
+        own_part.prepared_for = prepared.map(|prepared| prepared.number);
+        own_part.is_late =
+            prepared.is_some_and(|prepared| prepared.since.elapsed() > settings.hosts_timeout);
+        let find_obstacle = |states: &BTreeMap<String, HostState>| {
             table.machine.obstacle_among_hosts(scope, states)
         };
-        let step = next_step(view, &settings.host, &own_part, dead, &obstacle);
+        let step = next_step(published, &settings.host, &own_part, dead, &find_obstacle);
         Some((own_part, step))
     }
 
@@ -506,15 +515,7 @@ impl CommitRules {
         own_part: &OwnPart,
         ballot: &NamesBallot<'_, LoggableStore>,
     ) -> Result<(), TransactionError> {
-        // A failure of a program counts as a change of the part, so the other hosts must see it before the part is
-        // prepared.
-        self.report_failed_writers(scope);
-        let mut table = self.table.lock();
-        let is_unchanged = table.machine.begin_attempt(scope, own_part.state.changes);
-        // What follows calls the backing.
-        drop(table);
-        // A change after the state was published would not be in what the hosts agree on.
-        if !is_unchanged {
+        if !self.close_part(scope, own_part) {
             let reason = "its programs have made more changes".to_owned();
             return Ok(ballot.give_up(number, reason)?);
         }
@@ -526,17 +527,32 @@ impl CommitRules {
                 None => Err(Errno::STALE.into()),
             }
         });
-        let mut table = self.table.lock();
-        // This is recorded after a failure too. Once the attempt is given up, the part is opened again because of it.
-        table.joint_commits.entry(scope).or_default().prepared = Some(PreparedAttempt {
-            number,
-            since: Instant::now(),
-        });
-        drop(table);
+        // A closed part counts as prepared, even if it could not be published. So it is opened again once the attempt
+        // is given up.
+        self.record_prepared(scope, number);
         if let Err(error) = published {
             ballot.give_up(number, error.to_string())?;
         }
         Ok(())
+    }
+
+    /// Closes this host's part of a checkpoint: its programs must wait before they change it again. Returns false if
+    /// they have changed it since its state was published, or may still change it: the hosts agree on that state only.
+    fn close_part(&self, scope: ScopeNumber, own_part: &OwnPart) -> bool {
+        // A failure of a program counts as a change of the part, so the other hosts must see it before the part is
+        // prepared.
+        self.report_failed_writers(scope);
+        let mut table = self.table.lock();
+        table.machine.begin_attempt(scope, own_part.state.changes)
+    }
+
+    /// Records that this host's part is prepared for attempt `number`.
+    fn record_prepared(&self, scope: ScopeNumber, number: u64) {
+        let mut table = self.table.lock();
+        table.joint_commits.entry(scope).or_default().prepared = Some(PreparedAttempt {
+            number,
+            since: Instant::now(),
+        });
     }
 
     /// Compares what the hosts wrote of a checkpoint, and publishes the verdict in the ballot, the directory in which
@@ -591,24 +607,27 @@ impl CommitRules {
         transaction: &Transaction,
         may_rotate: bool,
     ) -> Result<(), TransactionError> {
-        let applied = self.decide_and_apply(transaction);
-        // If the part itself is applied and only the message to other hosts failed, the thread sends that message again
-        // later.
+        let apply_result = self.decide_and_apply(transaction);
+        // If the transaction is gone, the part is applied, so an error means only that the message to other hosts has
+        // failed. The thread sends that message again later.
         let store = self.gate.store();
         if store.transaction_numbered(transaction.serial).is_some() {
-            applied?;
+            apply_result?;
         }
         let mut table = self.table.lock();
         let counts = table.counts.entry(transaction.rule.clone()).or_default();
-        counts.commits += u64::from(!transaction.is_rotation);
-        counts.removals += u64::from(transaction.is_rotation);
+        if transaction.is_removal {
+            counts.removals += 1;
+        } else {
+            counts.commits += 1;
+        }
         table.scopes.remove(&scope);
         let mut next_actions = table.machine.record_committed(scope);
         next_actions.retain(|action| may_rotate || !matches!(action, Action::Rotate { .. }));
         table.record_joint_result(scope, JointOutcome::Committed);
         self.unlock_and_notify(table);
-        // A rename that was the event holds the kernel's lock of the directory until it is answered, so the end is
-        // published first.
+        // The program that completed the checkpoint by a rename still waits in the kernel, which keeps the directory
+        // locked. So that program is woken before the kernel is told to forget names.
         self.invalidate_names(transaction);
         self.table.lock().record_cache_cleared(scope);
         self.changed.notify_all();
@@ -643,8 +662,8 @@ impl CommitRules {
     ) {
         let mut table = self.table.lock();
         table.machine.record_abort_begun(scope);
-        // A rename that was the event holds the kernel's lock of the directory until it is answered, so the end is
-        // published first.
+        // The program that completed the checkpoint by a rename may still wait in the kernel, which keeps the directory
+        // locked. So that program is woken before the abort, which tells the kernel to forget names.
         table.record_joint_result(scope, JointOutcome::Aborted);
         drop(table);
         self.changed.notify_all();
@@ -660,12 +679,11 @@ impl CommitRules {
         self.abort_scope(scope, &reason);
     }
 
-    /// Lets a program wait until the hosts have committed the checkpoints with the numbers `scopes`, for at most
-    /// `participants-wait`. `event` is what the program has done.
+    /// Lets a program wait until the hosts have committed checkpoints, for at most `participants-wait`. `scopes` are
+    /// their numbers, and `event` is what the program has done.
     ///
-    /// Returns `Ok` also for a checkpoint of which another host still writes its part, unless `event` is the first
-    /// change of the next checkpoint. Fails with EIO if a checkpoint is aborted or its commit refused, and with
-    /// ETIMEDOUT after the wait.
+    /// Does not wait for a host that still writes its part, unless `event` is the first change of the next checkpoint.
+    /// Fails with EIO if a checkpoint is aborted or its commit refused, and with ETIMEDOUT after the wait.
     pub(super) fn await_hosts(
         &self,
         scopes: &[ScopeNumber],
@@ -677,7 +695,7 @@ impl CommitRules {
         let deadline = Instant::now() + settings.hosts_timeout;
         for scope in scopes {
             let mut table = self.table.lock();
-            // Answers of the time before this event do not count. The thread of the commit sets the flags again.
+            // The flags may be older than this event, so they are cleared. The thread of the commit sets them again.
             if let Some(joint) = table.joint_commits.get_mut(scope) {
                 joint.is_answered = false;
                 joint.is_refused = false;
@@ -692,12 +710,12 @@ impl CommitRules {
         Ok(())
     }
 
-    /// Returns whether to repeat a begin of a transaction that failed because other hosts have not finished the last
-    /// commit of the same names. Before that, removes what dead hosts have left of that commit, and sleeps. `key`
-    /// identifies the names on all hosts.
+    /// Returns whether to repeat a begin of a transaction, after a pause of [`BEGIN_RETRY_EVERY`]: it failed because
+    /// other hosts have not finished the last commit of the same names. Removes what dead hosts have left of that
+    /// commit. `key` identifies the names on all hosts.
     ///
     /// Returns false for any other error, and once `participants-wait` has passed since `began_waiting`.
-    pub(super) fn wait_to_begin_again(
+    pub(super) fn prepare_to_begin_again(
         &self,
         error: &TransactionError,
         key: &[u8],
@@ -716,11 +734,7 @@ impl CommitRules {
         {
             tracing::debug!(%errno, "cannot remove the rest of an aborted checkpoint");
         }
-        if began_waiting.elapsed() >= settings.hosts_timeout {
-            return false;
-        }
-        std::thread::sleep(BEGIN_RETRY_EVERY);
-        true
+        began_waiting.elapsed() < settings.hosts_timeout
     }
 }
 
@@ -751,8 +765,8 @@ impl super::RuleTable {
             }
         }
         // A checkpoint without an open scope or a result has no commit to wait for.
-        let is_unknown = result.is_none() && !self.scopes.contains_key(&scope);
-        Ok(!is_unknown)
+        let is_known = result.is_some() || self.scopes.contains_key(&scope);
+        Ok(is_known)
     }
 
     /// Records that the kernel has dropped what it cached of the scope's names.
@@ -782,6 +796,7 @@ type BallotView = NamesView<HostState, AttemptContent>;
 /// Converts what the hosts have published in a ballot (the directory in which they agree on a commit) to the input of
 /// [`next_step`].
 fn joint_view(view: &BallotView) -> JointView {
+    // The verdict says whether the hosts' changes conflict. It is `None` until one host has compared them.
     let attempt = view.attempt.as_ref().map(|attempt| Attempt {
         number: attempt.number,
         changes: attempt.content.changes.clone(),

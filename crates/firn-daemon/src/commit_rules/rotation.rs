@@ -151,18 +151,18 @@ impl CommitRules {
     }
 
     /// Removes a complete old checkpoint in a transaction of its own, so that it disappears as one, and counts the
-    /// removal or the failure. `tops` are its names in their directory; `key` is how other hosts identify it.
+    /// removal or the failure. `paths` are the paths of its names; `key` is how other hosts identify it.
     pub(super) fn remove_checkpoint(
         &self,
         scope: ScopeNumber,
         rule: &str,
-        CheckpointNames { tops, key }: CheckpointNames,
+        CheckpointNames { paths, key }: CheckpointNames,
     ) -> Result<(), Errno> {
-        let paths: BTreeSet<Vec<u8>> = tops.into_iter().collect();
+        let paths: BTreeSet<Vec<u8>> = paths.into_iter().collect();
         let removed = self.remove_in_transaction(scope, rule, &paths, key);
         if removed.is_ok() && self.has_other_hosts() {
             // With several hosts the removal is counted when the hosts have committed it.
-            self.wake_hosts();
+            self.wake_joint_commit_thread();
             return Ok(());
         }
         let mut table = self.table.lock();
@@ -201,13 +201,14 @@ impl CommitRules {
                 let transaction = self.gate.store().begin_names(root, &dir, &names, &key)?;
                 Ok(transaction.serial())
             });
+        let serial = begin_result.map_err(|error| log_and_get_errno(&error))?;
         let transaction = Transaction {
             rule: rule.to_owned(),
-            serial: begin_result.map_err(|error| log_and_get_errno(&error))?,
+            serial,
             dir,
             paths: paths.clone(),
             key,
-            is_rotation: true,
+            is_removal: true,
         };
         let removed = self.remove_trees(&transaction.dir, &names);
         let end_result = match removed {
@@ -218,13 +219,14 @@ impl CommitRules {
             Ok(()) => self.commit_transaction(&transaction),
             Err(_) => self.abort_transaction(&transaction),
         };
-        let dir = self.look_up_dir(&transaction.dir)?;
+        let looked_up_dir = self.look_up_dir(&transaction.dir)?;
         for name in names {
             (self.invalidate_cache)(Cached::Name {
-                parent: dir.inode,
+                parent: looked_up_dir.inode,
                 name,
             });
         }
+        // The failure of the removal is returned before that of the transaction's end.
         removed.and(end_result.map_err(|error| log_and_get_errno(&error)))
     }
 

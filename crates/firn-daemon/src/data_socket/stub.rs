@@ -4,10 +4,10 @@
 //! Promises
 //! * An append is stored in one place. If firnd is killed in it, the next firnd completes it or reports EIO; it
 //!   never stores bytes twice.
-//! * If other hosts append too, the bytes go to the end that the file has on all hosts.
+//! * If other hosts append too, the bytes go to the file's end as all hosts see it.
 //!
-//! Race: firnd may be killed during an append. If the client has passed the bytes in a memory file (memfd), firnd notes
-//! its progress behind them. The next firnd reads this note when the client repeats the request.
+//! How an append survives a kill of firnd: if the client has passed the bytes in a memory file (memfd), firnd notes its
+//! progress behind them. The next firnd reads this note when the client repeats the request.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -32,16 +32,24 @@ use zerocopy::IntoBytes;
 use super::Answer;
 
 /// Returns whether a request is about a stub.
-pub(super) fn is_op(op: Op) -> bool {
-    use Op::*;
+pub(super) fn is_stub_op(op: Op) -> bool {
     matches!(
         op,
-        Adopt | Release | Read | Write | Attr | AttrOf | Truncate | Sync | Allocate | Append
+        Op::Adopt
+            | Op::Release
+            | Op::Read
+            | Op::Write
+            | Op::Attr
+            | Op::AttrOf
+            | Op::Truncate
+            | Op::Sync
+            | Op::Allocate
+            | Op::Append
     )
 }
 
 /// The connection and the parts of the mount that answer a request about a stub.
-pub(super) struct StubRequest<'a, B: Backing> {
+pub(super) struct StubService<'a, B: Backing> {
     pub tree: &'a Arc<Tree<B>>,
     pub engine: &'a Arc<Engine<B>>,
     /// Locks of the ends of files; `None` if this host alone appends.
@@ -62,12 +70,32 @@ enum AppendSource<'a> {
     },
 }
 
-impl AppendSource<'_> {
+impl<'a> AppendSource<'a> {
+    /// Returns the bytes that a request appends: `data`, or the first `len` bytes of the file that came with it. `None`
+    /// if that file is no memory file.
+    fn from_request(data: &'a [u8], len: u32, descriptor: Option<OwnedFd>) -> Option<Self> {
+        match descriptor {
+            // A read from a file on a server could block this thread while the stub's file is locked. So only a memory
+            // file is accepted, which is the only kind with seals.
+            Some(file) if fcntl_get_seals(&file).is_err() => None,
+            Some(file) => Some(Self::File {
+                file,
+                len: u64::from(len),
+            }),
+            None => Some(Self::Packet(data)),
+        }
+    }
+
     fn len(&self) -> u64 {
         match self {
             Self::Packet(bytes) => bytes.len() as u64,
             Self::File { len, .. } => *len,
         }
+    }
+
+    /// Returns how many of the bytes fit in the file from `offset` on, up to the file size `size_max`.
+    fn storable_bytes(&self, offset: u64, size_max: u64) -> u64 {
+        self.len().min(size_max.saturating_sub(offset))
     }
 
     /// Returns at most `count_max` bytes of the append from position `position` on. They are in the request's packet,
@@ -113,8 +141,17 @@ impl AppendSource<'_> {
         )
     }
 
-    /// Records for the next firnd that the append stores its bytes at `offset`. `stored_count` is their number if the
-    /// append is complete.
+    /// Records for the next firnd that the append has begun to store its bytes at `offset`.
+    fn record_begun(&self, offset: u64) -> Result<(), Errno> {
+        self.record_progress(offset, None)
+    }
+
+    /// Records for the next firnd that the append is complete: it has stored `stored_count` bytes at `offset`.
+    fn record_complete(&self, offset: u64, stored_count: u64) -> Result<(), Errno> {
+        self.record_progress(offset, Some(stored_count))
+    }
+
+    /// Writes the record of the append; `stored_count` is `None` while the append is not complete.
     fn record_progress(&self, offset: u64, stored_count: Option<u64>) -> Result<(), Errno> {
         if let Self::File { file, len } = self {
             let progress = AppendProgress {
@@ -149,7 +186,7 @@ enum AppendStart {
     Finished { offset: u64, count: u64 },
 }
 
-impl<B: Backing> StubRequest<'_, B> {
+impl<B: Backing> StubService<'_, B> {
     /// Returns the answer to a request about a stub (an empty file on tmpfs, of which this process has the bytes);
     /// `None` if the request is invalid, which ends the connection. `data` follows the request, and `descriptor` came
     /// with it.
@@ -164,6 +201,7 @@ impl<B: Backing> StubRequest<'_, B> {
             return None;
         }
         match op {
+            // The attributes of a stub that the client has not opened, by inode and generation.
             Op::AttrOf => {
                 let id = StubId {
                     inode: request.token,
@@ -176,8 +214,9 @@ impl<B: Backing> StubRequest<'_, B> {
                 })
             }
             Op::Adopt => {
-                let flags = request.arg as i32;
-                Some(self.adopt(descriptor?, flags, request.len == ADOPT_AGAIN))
+                let open_flags = request.arg as i32;
+                let is_repeated = request.len == ADOPT_AGAIN;
+                Some(self.adopt(descriptor?, open_flags, is_repeated))
             }
             _ => self.answer_with_handle(op, request, data, descriptor),
         }
@@ -185,7 +224,7 @@ impl<B: Backing> StubRequest<'_, B> {
 
     /// Returns the answer to a request about an open stub (an empty file on tmpfs, of which this process has the
     /// bytes); `None` if the request is invalid. The request's token is the handle that this client got when it opened
-    /// the stub.
+    /// the stub. What `arg` means depends on the operation: an offset, a size or flags.
     fn answer_with_handle(
         &self,
         op: Op,
@@ -204,16 +243,7 @@ impl<B: Backing> StubRequest<'_, B> {
             Op::Read => return Some(self.read(handle, arg, len as usize)),
             Op::Write => timed(&times.write, || self.write(handle, arg, data)),
             Op::Append => {
-                let source = match descriptor {
-                    // A read from a file on a server could block this thread while the stub's file is locked. So only a
-                    // memory file is accepted, which is the only kind with seals.
-                    Some(file) if fcntl_get_seals(&file).is_err() => return None,
-                    Some(file) => AppendSource::File {
-                        file,
-                        len: u64::from(len),
-                    },
-                    None => AppendSource::Packet(data),
-                };
+                let source = AppendSource::from_request(data, len, descriptor)?;
                 timed(&times.write, || self.append(handle, &source, arg))
             }
             Op::Attr => self.tree.attr_of(handle).map(attr_answer),
@@ -225,10 +255,7 @@ impl<B: Backing> StubRequest<'_, B> {
                 timed(&times.fsync, || self.sync(handle, data_only)).map(|()| ok_answer())
             }
             Op::Allocate => {
-                // The data has two numbers of 8 bytes: offset and length.
-                let (offset, range_len) = data.split_first_chunk::<8>()?;
-                let offset = u64::from_ne_bytes(*offset);
-                let range_len = u64::from_ne_bytes(range_len.try_into().ok()?);
+                let (offset, range_len) = parse_range(data)?;
                 let mode = arg as i32;
                 let allocate = || self.engine.allocate(handle, mode, offset, range_len);
                 self.with_shared_lock(handle, allocate)
@@ -291,7 +318,7 @@ impl<B: Backing> StubRequest<'_, B> {
     }
 
     /// Appends the bytes of `source` to a stub (an empty file on tmpfs, of which this process has the bytes), up to the
-    /// file size `size_max`; no other change comes in between.
+    /// file size `size_max`. No other change of the file comes between these bytes.
     ///
     /// The reply counts the bytes that are stored, which are fewer if the arena (shared memory) or the backing becomes
     /// full. An error means that no byte is stored. If an earlier firnd was killed in this append, it is continued
@@ -309,29 +336,26 @@ impl<B: Backing> StubRequest<'_, B> {
         // The lock excludes all other changes of this file until the end of the call.
         let _guard = changes.lock_exclusive();
         let file_size = self.tree.attr_of(handle)?.size;
-        let storable_bytes_at = |offset: u64| source.len().min(size_max.saturating_sub(offset));
-        let (offset, mut stored_count) =
-            match find_start(source, &changes, file_size, storable_bytes_at)? {
-                AppendStart::Finished { offset, count } => {
-                    return Ok(written_answer(count, offset));
-                }
-                AppendStart::Unfinished {
-                    offset,
-                    stored_count,
-                } => (offset, stored_count),
-            };
-        let count_to_store = storable_bytes_at(offset);
+        let (offset, mut stored_count) = match find_start(source, &changes, file_size, size_max)? {
+            AppendStart::Finished { offset, count } => {
+                return Ok(written_answer(count, offset));
+            }
+            AppendStart::Unfinished {
+                offset,
+                stored_count,
+            } => (offset, stored_count),
+        };
+        let count_to_store = source.storable_bytes(offset, size_max);
         // The file has reached `size_max`.
         if count_to_store == 0 && source.len() > 0 {
             return Err(Errno::FBIG);
         }
-        // Without a count, the record says that the append has begun.
-        source.record_progress(offset, None)?;
+        source.record_begun(offset)?;
         let write_result =
             self.write_rest(handle, source, offset, &mut stored_count, count_to_store);
         // This cannot fail for lack of space, because the first record has allocated it. If it fails for another
         // reason, the reply still has the result.
-        let _ = source.record_progress(offset, Some(stored_count));
+        let _ = source.record_complete(offset, stored_count);
         match write_result {
             Err(errno) if stored_count == 0 => Err(errno),
             _ => Ok(written_answer(stored_count, offset)),
@@ -361,7 +385,7 @@ impl<B: Backing> StubRequest<'_, B> {
         Ok(())
     }
 
-    /// Appends the bytes of `source` at the end that the file has on all hosts: all bytes are stored, or an error is
+    /// Appends the bytes of `source` at the file's end as all hosts see it: all bytes are stored, or an error is
     /// returned. Until the append is stored, a lock that reaches the other hosts excludes their appends. EIO means that
     /// a killed firnd may have stored the bytes.
     fn append_for_all_hosts(
@@ -394,13 +418,14 @@ impl<B: Backing> StubRequest<'_, B> {
             repeated_at: None,
             note_offset: &mut |_| {},
         };
-        // The offset is known only after the append, so the first record has offset 0.
+        // The offset is known only after the append. The first record has offset 0, which is not used: after a kill,
+        // such an append is answered with EIO.
         let appended = source
-            .record_progress(0, None)
+            .record_begun(0)
             .and_then(|()| self.engine.append_known(handle, shared_append));
         release_end(locks, file, owner);
         let Appended { offset, len } = appended?;
-        source.record_progress(offset, Some(len))?;
+        source.record_complete(offset, len)?;
         Ok(written_answer(len, offset))
     }
 
@@ -452,20 +477,17 @@ impl<B: Backing> StubRequest<'_, B> {
 /// else. An append has its bytes as data, or a descriptor of a file with `len` bytes.
 fn has_valid_shape(op: Op, request: &Request, data: &[u8], has_descriptor: bool) -> bool {
     let len = request.len as usize;
-    let appends_file = op == Op::Append && has_descriptor;
-    let takes_data = matches!(op, Op::Write | Op::Allocate | Op::Append) && !appends_file;
-    let takes_len = takes_data || appends_file || matches!(op, Op::Read | Op::Adopt);
-    let takes_descriptor = op == Op::Adopt || appends_file;
-    if has_descriptor != takes_descriptor || (!takes_len && len != 0) {
-        return false;
-    }
-    if !appends_file && len > DATA_BYTES_MAX {
-        return false;
-    }
-    if takes_data {
-        data.len() == len
-    } else {
-        data.is_empty()
+    let fits_in_packet = len <= DATA_BYTES_MAX;
+    match op {
+        // The bytes are in the file; `len` counts them.
+        Op::Append if has_descriptor => data.is_empty(),
+        Op::Append | Op::Write | Op::Allocate => {
+            !has_descriptor && fits_in_packet && data.len() == len
+        }
+        // `len` says whether the stub was open with an earlier firnd.
+        Op::Adopt => has_descriptor && fits_in_packet && data.is_empty(),
+        Op::Read => !has_descriptor && fits_in_packet && data.is_empty(),
+        _ => !has_descriptor && len == 0 && data.is_empty(),
     }
 }
 
@@ -487,14 +509,14 @@ fn read_all_bytes(source: &AppendSource<'_>) -> Result<Vec<u8>, Errno> {
 /// Returns where an append to a stub begins: at the end of the file, or after the bytes that a killed firnd has stored.
 /// A stub is an empty file on tmpfs, of which firnd has the bytes.
 ///
-/// The caller has the file locked for appends. `file_size` is the size now, and `storable_bytes_at` returns the number
-/// of bytes that an append at an offset may store. Fails with EIO if the bytes of the killed firnd cannot be told from
-/// those of other changes.
+/// The caller has the file locked for appends. `file_size` is the size now, and `size_max` the largest size that the
+/// append may give the file. Fails with EIO if the bytes of the killed firnd cannot be told from those of other
+/// changes.
 fn find_start(
     source: &AppendSource<'_>,
     changes: &Changes,
     file_size: u64,
-    storable_bytes_at: impl Fn(u64) -> u64,
+    size_max: u64,
 ) -> Result<AppendStart, Errno> {
     let at_end_of_file = AppendStart::Unfinished {
         offset: file_size,
@@ -507,10 +529,10 @@ fn find_start(
         }
         EarlierProgress::Begun { offset } => offset,
     };
-    // When a client of this firnd first opened the file, its size showed what the killed firnd had stored.
+    // The size at the first open of the file by a client of this firnd shows what the killed firnd had stored.
     let first_size = changes.first_size().ok_or(Errno::IO)?;
     let stored_count = first_size.saturating_sub(offset);
-    let count_to_store = storable_bytes_at(offset);
+    let count_to_store = source.storable_bytes(offset, size_max);
     if stored_count >= count_to_store {
         return Ok(AppendStart::Finished {
             offset,
@@ -529,6 +551,13 @@ fn find_start(
         offset,
         stored_count,
     })
+}
+
+/// Reads the range of an allocation: two numbers of 8 bytes, offset and length. `None` if `data` has another size.
+fn parse_range(data: &[u8]) -> Option<(u64, u64)> {
+    let (offset, len) = data.split_first_chunk::<8>()?;
+    let len = u64::from_ne_bytes(len.try_into().ok()?);
+    Some((u64::from_ne_bytes(*offset), len))
 }
 
 /// Runs `call` and adds its duration to a histogram.

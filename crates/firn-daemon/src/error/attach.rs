@@ -152,6 +152,7 @@ impl AttachError {
     /// Returns the exit status of firn for this error.
     pub fn exit_code(&self) -> u8 {
         match self {
+            // The backing, its file system or the arena failed.
             Self::BackingMissing { .. }
             | Self::BackingNotDirectory { .. }
             | Self::BackingUnusable { .. }
@@ -161,11 +162,13 @@ impl AttachError {
             | Self::Transactions(_)
             | Self::Tree(_)
             | Self::Io { .. }
+            // All other errors of the record mean that it is not Firn's.
             | Self::LaneRecord {
                 source: RecordError::Own(OwnError::Backing(_)),
                 ..
             }
             | Self::SpillGone { .. } => FAILED,
+            // The user must change an option or a directory that an option names.
             Self::ArenaDirectory { .. }
             | Self::SpillDirectory { .. }
             | Self::SpillInside { .. }
@@ -183,12 +186,14 @@ impl AttachError {
             | Self::LogsDoNotReach { .. }
             | Self::TokenEndpoints(_)
             | Self::Geometry(_) => USAGE,
+            // Another process, host or transaction has the backing.
             Self::Held { .. }
             | Self::HostHeld { .. }
             | Self::PeerDiffers { .. }
             | Self::TransactionWaits { .. }
             | Self::LaneInUse { .. }
             | Self::BackupWaits { .. } => BUSY,
+            // What is there belongs to another backing, or another user could have made it.
             Self::ArenaForeign { .. }
             | Self::Planted { .. }
             | Self::LaneRecord { .. }
@@ -229,7 +234,7 @@ impl AttachError {
 
 impl From<ArenaError> for AttachError {
     fn from(source: ArenaError) -> Self {
-        match process::limit_behind(source.errno()) {
+        match process::describe_limit_behind(source.errno()) {
             Some(limit) => Self::ArenaOverLimit { source, limit },
             None => Self::Arena(source),
         }

@@ -55,10 +55,10 @@ pub enum MountError {
         "names in the stub tree at {prefix} are not in {backing} yet: mount it there with --frontend=preload, or create them there with `firn recover {backing}`", backing = quoted_path(backing), prefix = quoted_path(prefix))]
     TreeWaits { backing: PathBuf, prefix: PathBuf },
     #[error("files stay in logs, and no data of them is lost: {source}; mend the backing, then run `firn flatten --all --backing {backing}` or mount it again", backing = quoted_path(backing))]
-    LeftInLogs { backing: PathBuf, source: Errno },
+    FilesRemainInLogs { backing: PathBuf, source: Errno },
     #[error(
         "{} could not be drained and stay in {arena}: mend the backing, then run `firn recover {backing}` or mount it again", firn_format::quantity::bytes(*bytes), arena = quoted_path(arena), backing = quoted_path(backing))]
-    Left {
+    DataRemains {
         bytes: u64,
         arena: PathBuf,
         backing: PathBuf,
@@ -99,8 +99,8 @@ impl MountError {
             | Self::Session(_)
             | Self::NotTakenOver { .. }
             | Self::Io { .. }
-            | Self::Left { .. }
-            | Self::LeftInLogs { .. }
+            | Self::DataRemains { .. }
+            | Self::FilesRemainInLogs { .. }
             | Self::Silent { .. } => FAILED,
             Self::MountPointInBacking { .. }
             | Self::BackingInMountPoint { .. }

@@ -18,17 +18,17 @@ pub enum RecoverError {
     Attach(#[from] AttachError),
     #[error(
         "{dir} has no complete backup of a transaction{wanted}{others}: name the directory that was given as backup", dir = quoted_path(dir))]
-    BackupNone {
+    NoMatchingBackup {
         dir: PathBuf,
         wanted: String,
         others: String,
     },
     #[error("there are several backups: {all}: choose one with --id, or name its directory")]
-    BackupSeveral { all: String },
+    SeveralBackups { all: String },
     #[error("{backing} has another transaction in {scope}: mount it, and end that transaction with firn commit or firn abort", backing = quoted_path(backing))]
-    BackupOpen { scope: String, backing: PathBuf },
+    ScopeBusy { scope: String, backing: PathBuf },
     #[error("{arena} is the arena of an earlier mount of {backing}: run `firn recover {backing}` first", arena = quoted_path(arena), backing = quoted_path(backing))]
-    BackupArena { arena: PathBuf, backing: PathBuf },
+    ArenaExists { arena: PathBuf, backing: PathBuf },
     #[error(
         "{backing} has neither a lease nor a transaction of a dead host {host}: check the name (its host name, or \
          host= of its mount)", backing = quoted_path(backing))]
@@ -50,9 +50,9 @@ impl RecoverError {
             Self::Attach(error) => error.exit_code(),
             Self::Check(error) => error.exit_code(),
             Self::NoArena { .. } => NOT_FIRN,
-            Self::SaveLost { .. } | Self::BackupNone { .. } => FAILED,
-            Self::BackupSeveral { .. } | Self::NoSuchHost { .. } => USAGE,
-            Self::BackupOpen { .. } | Self::BackupArena { .. } => BUSY,
+            Self::SaveLost { .. } | Self::NoMatchingBackup { .. } => FAILED,
+            Self::SeveralBackups { .. } | Self::NoSuchHost { .. } => USAGE,
+            Self::ScopeBusy { .. } | Self::ArenaExists { .. } => BUSY,
         }
     }
 }

@@ -20,7 +20,7 @@ use firn_workers::spawn_thread;
 use parking_lot::Mutex;
 use rustix::process::{Pid, PidfdFlags, getpid, getppid, pidfd_open};
 
-use super::message::{KeptDescriptor, Label, LastUpgrade, Message, Socket, Tag, uptime};
+use super::message::{KeptDescriptor, Label, Message, Socket, Tag, UpgradeResult, uptime};
 use super::service_manager::{self, ServiceManager};
 use super::{KEEPER_NAME, REPLACES, abort_connection};
 use crate::spawn::read_failure;
@@ -42,7 +42,7 @@ pub(crate) struct KeeperHandover {
     pub(crate) resumed: Option<ResumedMount>,
 }
 
-/// A mount whose firnd died.
+/// A mount that outlived its firnd.
 pub(crate) struct ResumedMount {
     /// The connection to the kernel; `None` for a stub tree.
     pub(crate) device: Option<OwnedFd>,
@@ -169,11 +169,11 @@ impl KeeperHandover {
 }
 
 /// Describes the result of the last upgrade for the status; empty if there was none.
-fn describe_upgrade(upgrade: LastUpgrade, kept: &[KeptDescriptor]) -> io::Result<String> {
+fn describe_upgrade(upgrade: UpgradeResult, kept: &[KeptDescriptor]) -> io::Result<String> {
     Ok(match upgrade {
-        LastUpgrade::None => String::new(),
-        LastUpgrade::Done => "done".into(),
-        LastUpgrade::Refused => {
+        UpgradeResult::None => String::new(),
+        UpgradeResult::Done => "done".into(),
+        UpgradeResult::Refused => {
             let report = copy_descriptor(kept, Tag::UpgradeReport)?;
             match report.and_then(read_failure) {
                 Some(why) => format!("refused: {why}"),

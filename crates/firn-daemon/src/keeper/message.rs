@@ -122,14 +122,14 @@ pub(crate) enum Message {
     /// the boot; `None` for the first firnd.
     Begin {
         death_time: Option<Duration>,
-        last_upgrade: LastUpgrade,
+        last_upgrade: UpgradeResult,
     },
 }
 
 /// The result of the last upgrade of a mount.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(u8)]
-pub(crate) enum LastUpgrade {
+pub(crate) enum UpgradeResult {
     /// There was no upgrade.
     #[default]
     None = 0,
@@ -139,7 +139,7 @@ pub(crate) enum LastUpgrade {
     Refused = 2,
 }
 
-impl LastUpgrade {
+impl UpgradeResult {
     fn from_number(number: u8) -> Self {
         [Self::Done, Self::Refused]
             .into_iter()
@@ -243,7 +243,7 @@ impl Socket {
     pub(crate) fn send_begin(
         &self,
         death_time: Option<Duration>,
-        last_upgrade: LastUpgrade,
+        last_upgrade: UpgradeResult,
     ) -> io::Result<()> {
         self.send_packet(match death_time {
             None => packet(BEGIN, 0, 0),
@@ -334,11 +334,11 @@ fn decode(packet: [u8; PACKET_BYTES], descriptor: Option<OwnedFd>) -> Option<Mes
         PONG => Message::Pong,
         BEGIN => Message::Begin {
             death_time: None,
-            last_upgrade: LastUpgrade::None,
+            last_upgrade: UpgradeResult::None,
         },
         BEGIN_AGAIN => Message::Begin {
             death_time: Some(Duration::from_nanos(number)),
-            last_upgrade: LastUpgrade::from_number(tag),
+            last_upgrade: UpgradeResult::from_number(tag),
         },
         _ => return None,
     })
@@ -360,7 +360,7 @@ mod tests {
         one.send_descriptor(nameless, &file).unwrap();
         one.send_drop(nameless).unwrap();
         one.notify_serving().unwrap();
-        one.send_begin(Some(Duration::from_micros(7)), LastUpgrade::Refused)
+        one.send_begin(Some(Duration::from_micros(7)), UpgradeResult::Refused)
             .unwrap();
         drop(one);
         let receive = || other.receive().unwrap();
@@ -379,7 +379,7 @@ mod tests {
         else {
             panic!("no beginning");
         };
-        assert_eq!(last_upgrade, LastUpgrade::Refused);
+        assert_eq!(last_upgrade, UpgradeResult::Refused);
         assert_eq!(death_time, Some(Duration::from_micros(7)));
         assert!(receive().is_none());
     }

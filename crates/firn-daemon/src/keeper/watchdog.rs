@@ -45,6 +45,11 @@ impl Watchdog {
         self.first_ping = None;
     }
 
+    /// Begins the time to an answer again, although none has come.
+    pub(super) fn restart(&mut self, now: Instant) {
+        self.record_answer(now);
+    }
+
     pub(super) fn record_ping(&mut self, now: Instant) {
         self.first_ping = self.first_ping.or(Some(now));
     }

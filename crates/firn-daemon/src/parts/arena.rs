@@ -63,19 +63,18 @@ impl ArenaFile {
 impl Part for ArenaFile {
     /// Removes the arena (the host's memory with bytes that the backing lacks) at the end of the mount, if it is to be
     /// discarded, or if it is empty and no call of the backing may still need it. An empty, damaged arena is renamed
-    /// instead. `stop` gets the number of bytes that stay in the arena.
-    fn stop(&self, stop: &mut StopContext) {
+    /// instead. `context` gets the number of bytes that stay in the arena.
+    fn stop(&self, context: &mut StopContext) {
         // These bytes are in the arena (the host's memory) only.
         let remaining_bytes = count_remaining_bytes(&self.engine);
-        stop.remaining_bytes = remaining_bytes;
-        let discards = stop.arena_end == ArenaEnd::Discard;
-        // An arena that is discarded may be removed even during a call of the backing, because its data is not needed
-        // by a late write.
-        if !discards {
-            let must_stay = stop.has_backing_call_in_progress || stop.arena_end == ArenaEnd::Keep;
-            if must_stay || remaining_bytes > 0 {
-                return;
-            }
+        context.remaining_bytes = remaining_bytes;
+        let discards = context.arena_end == ArenaEnd::Discard;
+        // A call of the backing that is in progress may still need the arena, but not if its data is discarded.
+        let must_stay = context.has_backing_call_in_progress
+            || context.arena_end == ArenaEnd::Keep
+            || remaining_bytes > 0;
+        if must_stay && !discards {
+            return;
         }
         let spill = self.engine.arena().spill_file();
         let spill = spill.map(|file| file.path().to_owned());
@@ -89,7 +88,7 @@ impl Part for ArenaFile {
                     bytes = remaining_bytes,
                     "held data was dropped, as requested"
                 );
-                stop.remaining_bytes = 0;
+                context.remaining_bytes = 0;
             }
             Ok(()) => {}
             Err(error) => {

@@ -37,9 +37,9 @@ impl Part for BackupRounds {
         Ok(())
     }
 
-    fn stop(&self, stop: &mut StopContext) {
+    fn stop(&self, context: &mut StopContext) {
         let thread = self.thread.lock().take();
         // The drop waits for the current round.
-        stop.run_backing_work(move || drop(thread));
+        context.run_backing_work(move || drop(thread));
     }
 }

@@ -49,9 +49,9 @@ impl Part for IoThreads {
         }
     }
 
-    fn stop(&self, stop: &mut StopContext) {
-        stop.has_backing_call_in_progress = !self.pool.lock().stop_within(STOP_TIMEOUT);
-        if stop.has_backing_call_in_progress {
+    fn stop(&self, context: &mut StopContext) {
+        context.has_backing_call_in_progress = !self.pool.lock().stop_within(STOP_TIMEOUT);
+        if context.has_backing_call_in_progress {
             tracing::warn!(
                 "the backing does not answer: firnd cannot end before the backing answers"
             );
@@ -63,9 +63,9 @@ impl Part for IoThreads {
 pub(crate) struct LastDrain(pub(crate) Arc<Engine<Store>>);
 
 impl Part for LastDrain {
-    fn stop(&self, stop: &mut StopContext) {
-        if stop.drains_held_data() {
-            drain_last(&self.0, stop.is_forced);
+    fn stop(&self, context: &mut StopContext) {
+        if context.drains_held_data() {
+            drain_last(&self.0, context.is_forced);
         }
     }
 }

@@ -15,8 +15,8 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(2);
 pub(crate) struct LocksOfFiles(pub(crate) Arc<FileLocks>);
 
 impl Part for LocksOfFiles {
-    fn stop(&self, stop: &mut StopContext) {
-        if stop.was_never_visible {
+    fn stop(&self, context: &mut StopContext) {
+        if context.was_never_visible {
             // Locks of an earlier firnd's programs stay, because another firnd may resume them. Without a keeper they
             // end with this process.
             return;

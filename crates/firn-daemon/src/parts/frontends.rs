@@ -1,6 +1,6 @@
-//! The work for each frontend (the way in which programs use a mount) from the start of the mount to its end. For FUSE
-//! these are figures of the kernel's requests. For a stub tree, a mount of empty files on tmpfs, its names are created
-//! in the backing.
+//! The parts of the two frontends, the ways in which programs use a mount. [`FuseRequests`] shows figures of the
+//! kernel's requests in the status. The part of a stub tree, a mount of empty files on tmpfs, creates its names in the
+//! backing.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -127,11 +127,11 @@ impl Part for StubNames {
 
     /// Ends the stub tree (empty files on tmpfs): it stays if the arena still has data of its files, and is removed
     /// otherwise. This is called when no request comes any more.
-    fn stop(&self, stop: &mut StopContext) {
-        if stop.was_never_visible {
+    fn stop(&self, context: &mut StopContext) {
+        if context.was_never_visible {
             return;
         }
-        let tree_end = match (stop.arena_end, stop.held_policy) {
+        let tree_end = match (context.arena_end, context.held_policy) {
             (ArenaEnd::Keep, _) => TreeEnd::Keep,
             (ArenaEnd::Discard, _) => TreeEnd::Discard,
             (ArenaEnd::RemoveIfEmpty, HeldPolicy::Keep)
@@ -142,7 +142,7 @@ impl Part for StubNames {
             (ArenaEnd::RemoveIfEmpty, _) => TreeEnd::Remove,
         };
         let stubs = Arc::clone(&self.stubs);
-        stop.run_backing_work(move || stubs.end(tree_end));
+        context.run_backing_work(move || stubs.end(tree_end));
     }
 }
 

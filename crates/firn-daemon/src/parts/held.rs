@@ -36,16 +36,16 @@ impl HeldLocks {
 impl Part for HeldLocks {
     /// Releases the locks of the mount after all other parts have stopped. They stay until the end of the process if it
     /// may still change the backing, or if the arena (the host's memory) is kept.
-    fn stop(&self, stop: &mut StopContext) {
+    fn stop(&self, context: &mut StopContext) {
         let Some(mut locks) = self.0.lock().take() else {
             return;
         };
-        if !stop.has_backing_call_in_progress {
+        if !context.has_backing_call_in_progress {
             // No call of this process can change the backing any more, so other hosts may act.
             locks.host_lease().release();
         }
         // With a call under way, or an arena that stays, only the end of the process releases the locks.
-        if stop.has_backing_call_in_progress || stop.arena_end == ArenaEnd::Keep {
+        if context.has_backing_call_in_progress || context.arena_end == ArenaEnd::Keep {
             std::mem::forget(locks);
         }
     }

@@ -29,7 +29,7 @@ impl HostReports {
 fn make_report(identity: &MountIdentity, status: &Status) -> HostReport {
     let report = HostReport::from_status(status, rustix::process::geteuid().as_raw());
     // Other hosts cannot flatten a logged file while this host writes to it.
-    if identity.engine.backing().logged().is_none() {
+    if identity.engine.backing().log_layer().is_none() {
         return report;
     }
     let (names, count) = identity.engine.files_being_written(NAMES_MAX);
@@ -46,13 +46,13 @@ impl Part for HostReports {
     }
 
     /// Sets a fixed last report with the data that stays behind, and drops the references to the parts.
-    fn stop(&self, stop: &mut StopContext) {
+    fn stop(&self, context: &mut StopContext) {
         let mut status = self.identity.engine.figures();
         status.version = env!("CARGO_PKG_VERSION").into();
         status.backing = self.identity.backing.as_path().into();
         status.mount_point = self.identity.mount_point.as_path().into();
         status.arena = self.identity.engine.arena().path().into();
-        if stop.arena_end == ArenaEnd::Discard {
+        if context.arena_end == ArenaEnd::Discard {
             status.held_bytes = 0;
             status.held_files = 0;
         }

@@ -35,7 +35,7 @@ impl PlacedLanes {
 impl Part for PlacedLanes {
     /// Frees the space of removed files, which stay in their lanes until the removal of their names is durable.
     fn run_due(&self) {
-        let placed = self.engine.backing().placed();
+        let placed = self.engine.backing().lane_layer();
         if placed.is_some_and(|lanes| lanes.has_removals()) {
             let engine = Arc::clone(&self.engine);
             let remove = move || placement::finish_removals(engine.backing());
@@ -44,7 +44,7 @@ impl Part for PlacedLanes {
     }
 
     fn fill_status(&self, status: &mut Status) {
-        if let Some(placed) = self.engine.backing().placed() {
+        if let Some(placed) = self.engine.backing().lane_layer() {
             placement::fill_lane_statuses(placed, &mut status.lanes);
             status.placement_advice = placement::advise_on_lanes(&status.lanes);
         }
@@ -57,8 +57,8 @@ impl Part for PlacedLanes {
         Some(placement::explain_lane(self.engine.backing(), path))
     }
 
-    fn stop(&self, stop: &mut StopContext) {
-        if !stop.has_backing_call_in_progress {
+    fn stop(&self, context: &mut StopContext) {
+        if !context.has_backing_call_in_progress {
             placement::finish_removals(self.engine.backing());
         }
     }

@@ -23,7 +23,7 @@ use crate::store::{Layers as _, Store};
 
 /// Puts the number and size of logged files into the status.
 fn fill_logged_figures(engine: &Engine<Store>, status: &mut Status) {
-    let logs = engine.backing().logged();
+    let logs = engine.backing().log_layer();
     let logged = logs.map_or_else(LoggedTotals::default, |logs| logs.count_logged());
     status.logged_files = logged.files;
     status.logged_bytes = logged.own_bytes;
@@ -42,7 +42,7 @@ struct FlattenWait<'a> {
     /// The level that the files must reach first.
     level: DurabilityLevel,
     deadline: Option<Instant>,
-    /// Logs whose file is missing are a failure too.
+    /// Logs without their file are a failure too.
     fails_on_missing_file: bool,
 }
 
@@ -140,7 +140,7 @@ impl WrittenLogs {
             }
             Err(error) => return failure_reply(error, wait.path),
         };
-        match FlattenError::check(&remaining, wait.fails_on_missing_file) {
+        match FlattenError::check_remaining(&remaining, wait.fails_on_missing_file) {
             Ok(()) => Reply::Done,
             Err(error) => refusal_reply(&error),
         }
@@ -169,19 +169,19 @@ impl Part for WrittenLogs {
     }
 
     /// Stops the settler, the thread that makes plain files from logs, and then makes plain files from the logs that
-    /// remain, unless held data is to be kept. `stop` gets the files that stay in logs.
-    fn stop(&self, stop: &mut StopContext) {
+    /// remain, unless held data is to be kept. `context` gets the files that stay in logs.
+    fn stop(&self, context: &mut StopContext) {
         // Without a settler the part was not started, or it is stopped already.
         let Some(settler) = self.settler.lock().take() else {
             return;
         };
         let engine = Arc::clone(&self.engine);
         let flatten = self.flatten;
-        let flattens_now = stop.held_policy != HeldPolicy::Keep;
+        let flattens_now = context.held_policy != HeldPolicy::Keep;
         let (remaining_sender, remaining_receiver) = mpsc::channel();
-        stop.run_backing_work(move || {
+        context.run_backing_work(move || {
             settler.stop();
-            let remaining = match engine.backing().logged() {
+            let remaining = match engine.backing().log_layer() {
                 Some(logs) if flattens_now => settle_at_unmount(logs, flatten),
                 _ => UnflattenedFiles::default(),
             };
@@ -193,7 +193,7 @@ impl Part for WrittenLogs {
             error: flattens_now.then_some(Errno::TIMEDOUT),
             ..UnflattenedFiles::default()
         };
-        stop.remaining_in_logs = remaining_receiver.try_recv().unwrap_or(unknown);
+        context.remaining_in_logs = remaining_receiver.try_recv().unwrap_or(unknown);
     }
 }
 
@@ -218,7 +218,7 @@ impl Part for ReadLogs {
 
     fn answer(&self, client_request: &mut ClientRequest<'_>) -> Option<Reply> {
         let wait = FlattenWait::from_request(client_request.request)?;
-        let logs = self.0.backing().logged()?;
+        let logs = self.0.backing().log_layer()?;
         Some(wait.answer(client_request, |_| Self::refuse_logged(logs, wait.path)))
     }
 }

@@ -30,18 +30,21 @@ use crate::timeline::Timeline;
 /// Longest time between two copies of the record in the backing while the mount is used.
 const STORE_EVERY: Duration = Duration::from_secs(60);
 
-/// Returns the number of programs that wait for room in the arena.
+/// Counts the programs that wait for room in the arena.
 pub(crate) type WaitingWriters = Box<dyn Fn() -> u64 + Send + Sync>;
 
 /// The record of a run, its thread, and where it is stored.
 pub(crate) struct Record {
     recorder: Arc<Recorder>,
     workers: Workers,
-    place: RecordPlace,
+    /// Whether a copy goes to the backing.
+    copy_place: RecordPlace,
     /// Path of the record in the runtime directory.
-    file: PathBuf,
-    store: SingleJob,
-    last_store: Mutex<Instant>,
+    runtime_file: PathBuf,
+    /// The job that copies the record to the backing; it runs at most once at a time.
+    store_job: SingleJob,
+    /// When the last copy was begun.
+    stored_at: Mutex<Instant>,
     thread: Mutex<Option<SampleThread>>,
 }
 
@@ -80,37 +83,31 @@ struct RecorderState {
     /// Number of failed drains at the last sample.
     drain_errors: u64,
     /// Number of errors that waiting writers had got at the last sample.
-    given_up: u64,
+    errors_given_up: u64,
 }
 
 impl Record {
-    /// Returns the part that makes the record of the run, a summary of the mount's life. `place` says whether a copy
-    /// goes to the backing, and `file` is the copy on this host. The times of the record begin when the engine began.
+    /// Returns the part that makes the record of the run, a summary of the mount's life. `copy_place` says whether a
+    /// copy goes to the backing, and `runtime_file` is the copy on this host. The times of the record begin when the
+    /// engine began.
     pub(crate) fn new(
         identity: MountIdentity,
         waiting_writers: WaitingWriters,
-        place: RecordPlace,
-        file: PathBuf,
+        copy_place: RecordPlace,
+        runtime_file: PathBuf,
         workers: &Workers,
     ) -> Arc<Self> {
         let engine = &identity.engine;
+        // The start of the engine, by the clock of intervals and by that of the day.
         let start = Instant::now()
             .checked_sub(engine.uptime())
             .unwrap_or_else(Instant::now);
         let start_time = SystemTime::now().checked_sub(start.elapsed());
-        let state = RecorderState {
-            timeline: Timeline::new(start),
-            checkpoints: CheckpointLog::new(start),
-            full_since: None,
-            failing_since: None,
-            drain_errors: 0,
-            given_up: 0,
-        };
         let recorder = Recorder {
             identity,
             waiting_writers,
             began_unix_us: unix_microseconds(start_time.unwrap_or(UNIX_EPOCH)),
-            state: Mutex::new(state),
+            state: Mutex::new(RecorderState::new(start)),
             stored_bytes: AtomicU64::new(0),
         };
         // Takes the first sample now: later samples count from it, so it comes before any program opens a checkpoint
@@ -119,10 +116,10 @@ impl Record {
         Arc::new(Self {
             recorder: Arc::new(recorder),
             workers: workers.clone(),
-            place,
-            file,
-            store: SingleJob::default(),
-            last_store: Mutex::new(Instant::now()),
+            copy_place,
+            runtime_file,
+            store_job: SingleJob::default(),
+            stored_at: Mutex::new(Instant::now()),
             thread: Mutex::new(None),
         })
     }
@@ -157,13 +154,13 @@ impl Part for Record {
 
     fn run_due(&self) {
         let now = Instant::now();
-        let mut last_store = self.last_store.lock();
-        if self.place == RecordPlace::Host || now.duration_since(*last_store) < STORE_EVERY {
+        let mut stored_at = self.stored_at.lock();
+        if self.copy_place == RecordPlace::Host || now.duration_since(*stored_at) < STORE_EVERY {
             return;
         }
-        *last_store = now;
+        *stored_at = now;
         let recorder = Arc::clone(&self.recorder);
-        self.store.start(&self.workers, move || {
+        self.store_job.start(&self.workers, move || {
             if recorder.has_new_traffic() {
                 recorder.store_in_backing(RunStage::Running);
             }
@@ -181,26 +178,26 @@ impl Part for Record {
 
     /// Ends the samples, and stores the record of the run, a summary of the mount's life. All data that will go to the
     /// backing is there by now.
-    fn stop(&self, stop: &mut StopContext) {
+    fn stop(&self, context: &mut StopContext) {
         if let Some(SampleThread { stop, handle }) = self.thread.lock().take() {
             // The end of the channel ends the thread.
             drop(stop);
             // A panic of the thread costs samples only.
             let _ = handle.join();
         }
-        if stop.was_never_visible {
+        if context.was_never_visible {
             return;
         }
         self.recorder.take_sample();
         let held_bytes = self.recorder.identity.engine.held_bytes();
         tracing::info!(target: TARGET, kind = "unmounted", held_bytes, "the mount has ended");
         let record = encode(&self.recorder.make_record(RunStage::Ended));
-        if let Err(error) = store_on_host(&self.file, &record) {
+        if let Err(error) = store_on_host(&self.runtime_file, &record) {
             tracing::warn!(%error, "cannot store the record of the run in the runtime directory");
         }
-        if self.place == RecordPlace::Backing {
+        if self.copy_place == RecordPlace::Backing {
             let recorder = Arc::clone(&self.recorder);
-            stop.run_backing_work(move || recorder.store_in_backing(RunStage::Ended));
+            context.run_backing_work(move || recorder.store_in_backing(RunStage::Ended));
         }
     }
 }
@@ -242,6 +239,7 @@ impl Recorder {
         state.checkpoints.apply(events, dropped);
         state.log_arena_state(now, counters);
         state.log_backing_state(now, engine);
+        state.log_given_up_errors(engine);
         state.timeline.sample_every()
     }
 
@@ -274,7 +272,7 @@ impl Recorder {
             cancelled_bytes: figures.cancelled_bytes,
             recovered_bytes: figures.recovered_bytes,
             drain_errors: figures.drain_errors,
-            bucket_ms: state.timeline.bucket().as_millis() as u64,
+            bucket_ms: state.timeline.bucket_length().as_millis() as u64,
             buckets: state.timeline.buckets().to_vec(),
             ingest_write_bytes: figures.ingest_write_bytes,
             drain_write_bytes: figures.drain_write_bytes,
@@ -303,6 +301,18 @@ impl Recorder {
 }
 
 impl RecorderState {
+    /// Returns the state of a run that began at `start`, before its first sample.
+    fn new(start: Instant) -> Self {
+        Self {
+            timeline: Timeline::new(start),
+            checkpoints: CheckpointLog::new(start),
+            full_since: None,
+            failing_since: None,
+            drain_errors: 0,
+            errors_given_up: 0,
+        }
+    }
+
     /// Logs an event when the arena (the shared memory of the mount) becomes full, so that writers wait, and when it
     /// has room again.
     fn log_arena_state(&mut self, now: Instant, counters: Bucket) {
@@ -322,8 +332,7 @@ impl RecorderState {
         }
     }
 
-    /// Logs an event when writes to the backing begin to fail, when they succeed again, and when an error was given to
-    /// programs that waited for room in memory.
+    /// Logs an event when writes to the backing begin to fail, and when they succeed again.
     fn log_backing_state(&mut self, now: Instant, engine: &Engine<Store>) {
         let drain_errors = engine.drain_errors();
         let has_failed = drain_errors > self.drain_errors;
@@ -342,11 +351,15 @@ impl RecorderState {
             }
             _ => {}
         }
-        let given_up = engine.errors_given_up();
-        if given_up > self.given_up {
-            let count = given_up - self.given_up;
+    }
+
+    /// Logs an event when an error of the backing was given to programs that waited for room in memory.
+    fn log_given_up_errors(&mut self, engine: &Engine<Store>) {
+        let errors_given_up = engine.errors_given_up();
+        if errors_given_up > self.errors_given_up {
+            let count = errors_given_up - self.errors_given_up;
             tracing::warn!(target: TARGET, kind = "error_given_up", count, "an error was reported to programs that waited for room");
         }
-        self.given_up = given_up;
+        self.errors_given_up = errors_given_up;
     }
 }

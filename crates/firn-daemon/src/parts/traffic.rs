@@ -71,7 +71,7 @@ impl Part for Traffic {
         if let Some(spill) = &mut status.spill {
             spill.moved_bytes_per_second = rates.spill;
         }
-        status.pulls = self.pulls.under_way();
+        status.pulls = self.pulls.open_connections();
         status.pulled_files = self.pulls.files();
         status.pulled_bytes = self.pulls.bytes();
         status.pulled_bytes_per_second = rates.pulled;

@@ -20,7 +20,7 @@ use crate::owners::{Owners, ScopeActions};
 use crate::part::{ClientRequest, Part, Parts, StopContext};
 use crate::status::list_files;
 use crate::transactions::{
-    RequestContext, abort_orphan, answer_owned, end_transactions, find_unmount_obstacle,
+    RequestContext, abort_orphan, answer_owned, apply_commits_or_find_obstacle, end_transactions,
     find_upgrade_obstacle, is_open, record_undone, refuse_changes_after_decided_commits,
     transaction_statuses,
 };
@@ -67,23 +67,19 @@ impl Transactions {
     /// table (a mapped file for the next firnd). Their owners are watched again, because the end of an owner aborts.
     /// `aborted_scopes` are the paths of those that could not continue; their programs will get errors.
     pub(crate) fn resume(&self, stored: &[Stored<Transaction>], aborted_scopes: &[Vec<u8>]) {
-        for scope in aborted_scopes {
-            record_undone(&self.gate, scope);
-            self.owners.record_undone(scope);
-            if let Some(rules) = &self.rules {
-                rules.count_undone(scope);
-            }
-        }
+        self.report_aborted_scopes(aborted_scopes);
         let Some(live) = self.gate.engine().live() else {
             return;
         };
+        // Each transaction has an entry in cells of the live table.
         for Stored { entry, cells } in stored {
             let Some(transaction) = self.gate.store().transaction_numbered(entry.serial) else {
                 // The transaction has ended, so its entry in the live table goes too.
                 live.drop_cells(cells);
                 continue;
             };
-            // An abort that had begun continues in the same way as one whose owner is gone.
+            // A connection of the earlier firnd is gone, so its transaction is aborted. If an abort had begun already,
+            // it is continued in this way, whatever the owner was.
             let owner = if entry.is_ending {
                 TransactionOwner::Connection
             } else {
@@ -93,6 +89,17 @@ impl Transactions {
                 .resume(transaction.scope(), owner, transaction.is_open());
             for cell in cells {
                 live.adopt_transaction(*entry, *cell);
+            }
+        }
+    }
+
+    /// Records in the log, with the owners and in the counts of rules that these transactions were aborted.
+    fn report_aborted_scopes(&self, aborted_scopes: &[Vec<u8>]) {
+        for scope in aborted_scopes {
+            record_undone(&self.gate, scope);
+            self.owners.record_undone(scope);
+            if let Some(rules) = &self.rules {
+                rules.count_undone(scope);
             }
         }
     }
@@ -108,8 +115,13 @@ impl Transactions {
     }
 
     /// Lists files, and marks those that lie in a transaction.
-    fn list_files(&self, client_request: &ClientRequest<'_>, path: &[u8], idle: bool) -> Reply {
-        let mut files = list_files(client_request.engine, path, idle);
+    fn list_files(
+        &self,
+        client_request: &ClientRequest<'_>,
+        path: &[u8],
+        includes_idle: bool,
+    ) -> Reply {
+        let mut files = list_files(client_request.engine, path, includes_idle);
         // The scopes are read after the files: a transaction that begins later has changed none of the listed files.
         let scopes = self.gate.store().scopes.scopes_now();
         for file in &mut files {
@@ -173,7 +185,7 @@ impl Part for Transactions {
     }
 
     fn find_obstacle(&self) -> Option<String> {
-        find_unmount_obstacle(&self.gate)
+        apply_commits_or_find_obstacle(&self.gate)
     }
 
     /// Ends transactions as far as this mount can. Changes that wait for a transaction which cannot end here then fail.
@@ -188,13 +200,13 @@ impl Part for Transactions {
 
     /// Stops the threads that watch owners and hosts, and ends the transactions that this mount can end. Changes that
     /// wait for another transaction then fail.
-    fn stop(&self, stop: &mut StopContext) {
+    fn stop(&self, context: &mut StopContext) {
         let gate = Arc::clone(&self.gate);
         let owners = Arc::clone(&self.owners);
         let applier = Arc::clone(&self.applier);
         let rules = self.rules.clone();
-        let is_unseen = stop.was_never_visible;
-        stop.run_backing_work(move || {
+        let is_unseen = context.was_never_visible;
+        context.run_backing_work(move || {
             owners.stop();
             if let Some(rules) = &rules {
                 rules.stop();
@@ -220,7 +232,7 @@ fn start_rule_threads(rules: &Arc<CommitRules>) -> Result<(), MountError> {
         .map_err(MountError::io("start the thread that watches writers"))?;
     if rules.has_other_hosts() {
         let host_rules = Arc::clone(rules);
-        spawn_thread("firn-rule-hosts", move || host_rules.watch_hosts()).map_err(
+        spawn_thread("firn-rule-hosts", move || host_rules.run_joint_commits()).map_err(
             MountError::io("start the thread that commits with other hosts"),
         )?;
     }

@@ -142,8 +142,8 @@ fn a_store_has_the_layers_that_it_was_opened_with() {
         let disks = SimDisks::new();
         let store = disks.open(stack);
         assert_eq!(store.transactional().is_some(), stack.transactions);
-        assert_eq!(store.logged().is_some(), stack.logs);
-        assert_eq!(store.placed().is_some(), stack.lanes);
+        assert_eq!(store.log_layer().is_some(), stack.logs);
+        assert_eq!(store.lane_layer().is_some(), stack.lanes);
     }
 }
 
@@ -181,23 +181,28 @@ fn prepare_job<B: Backing>(store: &B) {
 }
 
 /// Makes each kind of change that a transaction may have: data, lengths, names and directories.
-fn change_job<B: Backing>(store: &B) -> Result<()> {
+fn make_all_kinds_of_changes<B: Backing>(store: &B) -> Result<()> {
     let me = suite::own_caller();
     let dir = dir_of(store)?;
-    write(store, &dir, "rank_0", 30_000, &[2; 5_000])?;
+    // Data in the middle of a file.
+    let offset = 30_000;
+    write(store, &dir, "rank_0", offset, &[2; 5_000])?;
+    // A file that becomes empty and then longer than before.
     let (inode, _) = store.lookup(&dir, name("rank_1"))?;
     let file = store.open(&inode, Access::ReadWrite)?;
     store.set_len(&file, 0)?;
     drop(file);
     write(store, &dir, "rank_1", 0, &[3; 20_000])?;
+    // New files, a removed file and a new name.
     write(store, &dir, "rank_2", 0, &[4; 40_000])?;
     write(store, &dir, "new.tmp", 0, &[5; 300])?;
     store.unlink(&dir, name("gone"))?;
     let flags = RenameFlags::empty();
     store.rename(&dir, name("new.tmp"), &dir, name("rank_0.meta"), flags)?;
-    let (sub, _) = store.mkdir(&me, &dir, name("step_1"), 0o755)?;
-    write(store, &sub, "rank_0", 0, &[6; 10_000])?;
-    store.rename(&dir, name("rank_2"), &sub, name("rank_2"), flags)?;
+    // A new directory, with a new file and one from another directory.
+    let (step_dir, _) = store.mkdir(&me, &dir, name("step_1"), 0o755)?;
+    write(store, &step_dir, "rank_0", 0, &[6; 10_000])?;
+    store.rename(&dir, name("rank_2"), &step_dir, name("rank_2"), flags)?;
     Ok(())
 }
 
@@ -221,12 +226,12 @@ fn check_lower_store(disks: &SimDisks, stack: Stack, lost_power: bool, seen: &Tr
         for _ in 0..3 {
             logs.settle();
         }
-        let mut left = logs.flatten_below(&logs.root()).expect("flatten");
+        let mut remaining = logs.flatten_below(&logs.root()).expect("flatten");
         if lost_power {
             // A power loss takes the name of a file that was not synced, and leaves its logs.
-            left.lost = 0;
+            remaining.lost = 0;
         }
-        assert!(left.is_empty(), "{context}: {left:?}");
+        assert!(remaining.is_empty(), "{context}: {remaining:?}");
     }
     let placeable = match &lower_store {
         Either::Lower(placeable) => placeable,
@@ -248,21 +253,21 @@ fn check_lower_store(disks: &SimDisks, stack: Stack, lost_power: bool, seen: &Tr
         "{context}: the backing without logs"
     );
     let firn = own::find_dir(&disks.primary, &disks.primary.root(), own::TOP);
-    let left = match firn.expect("look for .firn") {
+    let firn_entries = match firn.expect("look for .firn") {
         Some((firn, _)) => own::list(&disks.primary, &firn).expect("list"),
         None => Vec::new(),
     };
     let is_transaction = |name: &[u8]| name.starts_with(b"tx-");
-    let is_left = left.iter().any(|(name, ..)| is_transaction(name));
+    let is_left = firn_entries.iter().any(|(name, ..)| is_transaction(name));
     assert!(!is_left, "{context}: a transaction is left");
 }
 
-/// Begins a transaction, makes all changes of [`change_job`] in it, and commits it.
+/// Begins a transaction, makes all changes of [`make_all_kinds_of_changes`] in it, and commits it.
 fn commit_changes<B: Backing>(store: &TransactionalBacking<B>) -> std::result::Result<(), String> {
     let text_of = |error: &dyn std::fmt::Display| error.to_string();
     let dir = dir_of(store).map_err(|error| text_of(&error))?;
     store.begin(&dir, b"job").map_err(|error| text_of(&error))?;
-    change_job(store).map_err(|error| text_of(&error))?;
+    make_all_kinds_of_changes(store).map_err(|error| text_of(&error))?;
     let open = store.transaction_at(&dir).ok_or("no transaction is open")?;
     open.decide(7).map_err(|error| text_of(&error))?;
     let decided = store
@@ -308,6 +313,45 @@ fn first_call() -> u64 {
     1 + seed % CALL_STEP
 }
 
+/// Runs `work`, and returns the number of calls that it makes on the disks.
+fn count_calls(disks: &SimDisks, work: impl FnOnce()) -> u64 {
+    let count = Arc::new(AtomicU64::new(0));
+    let counted = Arc::clone(&count);
+    disks.watch(move || {
+        counted.fetch_add(1, Ordering::Relaxed);
+        true
+    });
+    work();
+    count.load(Ordering::Relaxed)
+}
+
+/// Cuts a commit off at one call, and checks that programs see one of two trees afterwards: that before the commit or
+/// that after it. With a seed in `power_loss`, the disks then lose some data that was not synced.
+fn check_crash_at(
+    call: u64,
+    power_loss: Option<u64>,
+    stack: Stack,
+    mode: Mode,
+    [before, after]: [&Tree; 2],
+) {
+    let context = format!("{mode:?} {stack:?}, call {call}, power {power_loss:?}");
+    let (disks, store) = prepare_world(stack, mode);
+    disks.crash_at(call);
+    let committed = commit_changes(&store).is_ok();
+    let found = disks.after_crash(power_loss);
+    // The drop of the crashed store would clean up, which a killed process does not.
+    std::mem::forget(store);
+    let store = open_transactional(&found, stack, mode, &context);
+    let seen = read_tree_as_programs(&store);
+    assert!(
+        seen == *before || seen == *after,
+        "{context}: neither\n{seen:?}"
+    );
+    assert!(!committed || seen == *after, "{context}: it was committed");
+    drop(store);
+    check_lower_store(&found, stack, power_loss.is_some(), &seen, &context);
+}
+
 /// Cuts a commit off at one call after another, with and without a power loss. After each crash, programs must see the
 /// tree before the commit or the tree after it, and the latter if the commit had succeeded. Proves S-tx-123.
 #[test]
@@ -316,14 +360,7 @@ fn a_transaction_that_is_cut_off_at_any_call_is_there_whole_or_not_at_all() {
         for stack in stacks().filter(|stack| stack.transactions) {
             let (disks, store) = prepare_world(stack, mode);
             let before = read_tree_as_programs(&store);
-            let count = Arc::new(AtomicU64::new(0));
-            let counted = Arc::clone(&count);
-            disks.watch(move || {
-                counted.fetch_add(1, Ordering::Relaxed);
-                true
-            });
-            commit_changes(&store).expect("commit");
-            let calls = count.load(Ordering::Relaxed);
+            let calls = count_calls(&disks, || commit_changes(&store).expect("commit"));
             let after = read_tree_as_programs(&store);
             assert_ne!(before, after);
             drop(store);
@@ -332,22 +369,7 @@ fn a_transaction_that_is_cut_off_at_any_call_is_there_whole_or_not_at_all() {
             println!("{mode:?} {stack:?}: {calls} calls, each {CALL_STEP}th from {first} on");
             for call in (first..=calls).step_by(CALL_STEP as usize) {
                 for power_loss in [None, Some(call)] {
-                    let context = format!("{mode:?} {stack:?}, call {call}, power {power_loss:?}");
-                    let (disks, store) = prepare_world(stack, mode);
-                    disks.crash_at(call);
-                    let committed = commit_changes(&store).is_ok();
-                    let found = disks.after_crash(power_loss);
-                    // The drop of the crashed store would clean up, which a killed process does not.
-                    std::mem::forget(store);
-                    let store = open_transactional(&found, stack, mode, &context);
-                    let seen = read_tree_as_programs(&store);
-                    assert!(
-                        seen == before || seen == after,
-                        "{context}: neither\n{seen:?}"
-                    );
-                    assert!(!committed || seen == after, "{context}: it was committed");
-                    drop(store);
-                    check_lower_store(&found, stack, power_loss.is_some(), &seen, &context);
+                    check_crash_at(call, power_loss, stack, mode, [&before, &after]);
                 }
             }
         }

@@ -120,8 +120,8 @@ pub(crate) fn answer_owned(
     let scope = &gate.store().path_at_begin(path.as_bytes())[..];
     let request = &with_path(request, scope);
     let request_guard = match begin_request(owners, request, scope) {
-        Ok(request_guard) => request_guard,
-        Err(reply) => return reply,
+        RequestStart::Begun(request_guard) => request_guard,
+        RequestStart::Answered(reply) => return reply,
     };
     let owner = match request {
         Request::Begin { owner, .. } => match RequestGuard::find_owner(*owner, peer) {
@@ -171,30 +171,29 @@ fn completes_transaction(request: &Request) -> bool {
 
 /// Begins a request about the transaction that covers the directory `scope`. Until the returned guard is dropped, the
 /// transaction is not aborted, even if its owner (a connection or process) ends. If the owner has ended already, the
-/// error is the reply to the client.
+/// request may be answered at once.
 ///
 /// A begin or a restore does not need the earlier owner: once the earlier transaction is aborted, the request begins.
-fn begin_request<'a>(
-    owners: &'a Owners,
-    request: &Request,
-    scope: &[u8],
-) -> Result<RequestGuard<'a>, Reply> {
+fn begin_request<'a>(owners: &'a Owners, request: &Request, scope: &[u8]) -> RequestStart<'a> {
     loop {
         match owners.begin_request(scope) {
-            Ok(request_guard) => return Ok(request_guard),
-            Err(RequestRefusal::Aborted { owner }) if completes_transaction(request) => {
-                return Err(aborted_reply(scope, &AbortCause::OwnerGone(owner)));
+            Ok(request_guard) => return RequestStart::Begun(request_guard),
+            Err(RequestRefusal::Aborted { owner }) => {
+                if completes_transaction(request) {
+                    let reply = aborted_reply(scope, &AbortCause::OwnerGone(owner));
+                    return RequestStart::Answered(reply);
+                }
+                if matches!(request, Request::Abort { .. }) {
+                    return RequestStart::Answered(Reply::Done);
+                }
+                // A begin or a restore tries again: the earlier transaction has no entry any more.
             }
-            Err(RequestRefusal::Aborted { .. }) if matches!(request, Request::Abort { .. }) => {
-                return Err(Reply::Done);
-            }
-            Err(RequestRefusal::Aborted { .. }) => {}
             Err(RequestRefusal::NotAborted { owner, error }) => {
                 let scope = shown_scope(scope);
                 let message = format!(
                     "{scope}: {owner} is gone, and its transaction cannot be aborted yet: {error}; firnd tries again each second"
                 );
-                return Err(Reply::Error {
+                return RequestStart::Answered(Reply::Error {
                     errno: libc::EBUSY,
                     message,
                 });
@@ -203,7 +202,15 @@ fn begin_request<'a>(
     }
 }
 
-/// Returns the reply to a begin whose owner is no running process.
+/// Result of [`begin_request`].
+enum RequestStart<'a> {
+    /// The request is in progress until the guard is dropped.
+    Begun(RequestGuard<'a>),
+    /// The request needs no further work; this is its reply.
+    Answered(Reply),
+}
+
+/// Returns the reply to a begin that names an owner which is no running process.
 fn no_such_owner_reply(errno: impl std::fmt::Display) -> Reply {
     let message =
         format!("the owner of a transaction must be a running process that firnd can see: {errno}");

@@ -64,10 +64,10 @@ pub(crate) fn find_upgrade_obstacle(gate: &TransactionGate) -> Option<String> {
     })
 }
 
-/// Describes the transaction because of which the mount must not be unmounted; `None` if there is none. If no undecided
-/// transaction prevents the unmount, decided commits are applied (their changes made in the backing), which may fail
-/// and prevent it too.
-pub(crate) fn find_unmount_obstacle(gate: &TransactionGate) -> Option<String> {
+/// Prepares the transactions for an unmount: applies the decided commits (makes their changes in the backing), unless
+/// an undecided transaction prevents the unmount. Describes that transaction, or the commit that fails; `None` if there
+/// is none.
+pub(crate) fn apply_commits_or_find_obstacle(gate: &TransactionGate) -> Option<String> {
     let mut transactions = gate.store().open_transactions();
     // Transactions that commit rules have begun end with the mount, so they do not prevent its end.
     transactions.retain(|transaction| {

@@ -140,7 +140,7 @@ impl Mount<LoggableStore> for MountActions<'_> {
 
     fn take_accesses(&self, path: &[u8]) -> Vec<AccessedFile> {
         let used = self.gate.accesses().take(|found| is_below(found, path));
-        participants::by_process(used)
+        participants::merge_threads_of_process(used)
     }
 
     fn put_accesses_back(&self, used: Vec<AccessedFile>) {
@@ -156,11 +156,11 @@ impl Mount<LoggableStore> for MountActions<'_> {
 
     fn begin_wait(&self) -> impl FnMut() -> bool {
         let deadline = Instant::now() + self.hosts_timeout;
-        let mut waits = READ_RETRY.start();
+        let mut backoff = READ_RETRY.start();
         move || {
             let is_in_time = Instant::now() < deadline;
             if is_in_time {
-                waits.sleep();
+                backoff.sleep();
             }
             is_in_time
         }
@@ -177,7 +177,7 @@ impl Mount<LoggableStore> for MountActions<'_> {
             match living_hosts.is_living(host) {
                 Ok(true) => return Ok(true),
                 Ok(false) => {}
-                // A host whose state cannot be read counts as dead.
+                // A host counts as dead if its state cannot be read.
                 Err(error) => {
                     tracing::warn!(%error, host, "cannot find out whether this host is alive; it counts as dead");
                 }

@@ -23,14 +23,16 @@ pub(crate) fn transaction_statuses(
         .collect()
 }
 
-/// Returns the status of one transaction, from the `figures` of the layer of transactions, its owner, and the bytes in
-/// the arena (the host's memory). The field `bytes` has the bytes that were written and those in the arena only.
+/// Returns the status of one transaction, from the `figures` of the layer of transactions, its owner, and its pending
+/// bytes, which are in the arena (the host's memory) only. `bytes` is the sum of the pending bytes and of those that
+/// the layer has got.
 fn transaction_status(
     gate: &Arc<TransactionGate>,
     owners: &Owners,
     figures: TransactionFigures,
 ) -> TransactionStatus {
     let (stage, id) = match figures.stage {
+        // A transaction that ends at this moment is still shown as open.
         Stage::Open | Stage::Ended => (TransactionStage::Open, None),
         Stage::Prepared(id) => (TransactionStage::Prepared, Some(id)),
         Stage::Decided(id) => (TransactionStage::Decided, Some(id)),
@@ -40,9 +42,16 @@ fn transaction_status(
         .states
         .iter()
         .map(|(state, count)| (state.to_string(), *count));
+    let owner = owners.owner_status(&figures.scope);
+    let age_seconds = owners.age_seconds(&figures.scope);
+    // This may wait for the backing, so it comes after the state of the owner.
+    let voted_hosts = match figures.stage {
+        Stage::Prepared(id) => list_voted_hosts(gate, id, &figures.scope),
+        _ => Vec::new(),
+    };
     TransactionStatus {
-        owner: owners.owner_status(&figures.scope),
-        age_seconds: owners.age_seconds(&figures.scope),
+        owner,
+        age_seconds,
         bytes: figures.written_bytes + pending_bytes,
         scope: figures.path_now.as_slice().into(),
         stage,
@@ -50,10 +59,7 @@ fn transaction_status(
         objects: figures.objects,
         states: states.collect(),
         recovered: figures.is_recovered,
-        here: match figures.stage {
-            Stage::Prepared(id) => list_voted_hosts(gate, id, &figures.scope),
-            _ => Vec::new(),
-        },
+        here: voted_hosts,
         // The commit rules set these fields later.
         rule: None,
         waits_for: None,

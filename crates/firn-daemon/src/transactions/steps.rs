@@ -10,14 +10,28 @@ use firn_transact::machine::Event;
 use crate::gate::TransactionGate;
 use crate::store::shown_scope;
 
-/// The counts of steps, by their index in [`record_step`].
-static EVENTS: Tally<8> = Tally::new([
+/// The counts of steps, in the order of [`step_index`].
+static STEPS: Tally<8> = Tally::new([
     "begin", "quiesce", "drained", "prepared", "decided", "applied", "ended", "undone",
 ]);
 
 /// Returns the counts since the start of firnd, which serves one mount.
 pub(crate) fn steps() -> BTreeMap<String, u64> {
-    EVENTS.figures()
+    STEPS.figures()
+}
+
+/// Returns the index of a step in [`STEPS`].
+fn step_index(event: Event) -> usize {
+    match event {
+        Event::Begin => 0,
+        Event::Quiesce => 1,
+        Event::Drained => 2,
+        Event::Prepared => 3,
+        Event::Decided => 4,
+        Event::Applied => 5,
+        Event::Ended => 6,
+        Event::Undone => 7,
+    }
 }
 
 /// Logs an event of the mount if a step decides a transaction (it is committed) or undoes it (it is aborted). Other
@@ -48,23 +62,14 @@ pub(crate) fn record_undone(gate: &TransactionGate, scope: &[u8]) {
 /// Counts a step of the transaction in `scope`, the path that it covers, and logs it with `log-level=debug`. `id` is
 /// the number of a prepared transaction.
 pub(super) fn record_step(gate: &TransactionGate, event: Event, scope: &[u8], id: Option<u64>) {
-    // The index of the step in `EVENTS`.
-    let index = match event {
-        Event::Begin => 0,
-        Event::Quiesce => 1,
-        Event::Drained => 2,
-        Event::Prepared => 3,
-        Event::Decided => 4,
-        Event::Applied => 5,
-        Event::Ended => 6,
-        Event::Undone => 7,
-    };
-    EVENTS.count(index);
+    let index = step_index(event);
+    STEPS.count(index);
     // Without other hosts, this host has no name in the log.
     let host = match gate.store().lower.members() {
         Some(members) => members.host.clone(),
         None => String::new(),
     };
-    log_end_of_transaction(event, &shown_scope(scope), id);
-    tracing::debug!(step = EVENTS.name(index), scope = %shown_scope(scope), ?id, host, "transaction");
+    let shown = shown_scope(scope);
+    log_end_of_transaction(event, &shown, id);
+    tracing::debug!(step = STEPS.name(index), scope = %shown, ?id, host, "transaction");
 }
