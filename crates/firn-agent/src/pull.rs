@@ -32,7 +32,7 @@ use crate::message::{Entry, EntryKind, EntryList, ErrorKind};
 use crate::peer::{Peer, Route};
 use crate::transport_choice::{DataTransport, TransportChoice};
 use crate::units::{Unit, group_by_name};
-pub(crate) use compare::is_same_file;
+pub(crate) use compare::is_same_as_remote;
 use fetch::{Fetch, FileToFetch};
 use plan::{Plan, PlannedFile};
 use remote::FabricReader;
@@ -167,7 +167,7 @@ pub fn check_list(entries: Vec<Entry>) -> Result<(), String> {
 
 /// Returns the list of an agent if it is safe to pull. The error names the first entry that is not.
 pub(crate) fn check_entries(entries: Vec<Entry>) -> Result<Vec<Entry>, String> {
-    Plan::check(entries).map(Plan::into_entries)
+    Plan::from_entries(entries).map(Plan::into_entries)
 }
 
 /// Copies a tree from another host (a pull). Connects again as often as necessary, until no block (1 MiB of a file) has
@@ -182,7 +182,7 @@ pub fn pull(
     let staging = Staging::open(&request.target)?;
     let writers = Writers::start(staging.is_synced()).map_err(local_error(&request.target))?;
     let mut state = PullState::new(request, report_progress);
-    let mut retry_pauses = RETRY.start();
+    let mut retry_backoff = RETRY.start();
     let mut data_transport = request.carriage.clone();
     let plan = loop {
         let last_progress_at = state.last_progress_at;
@@ -210,9 +210,9 @@ pub fn pull(
         }
         // The pauses grow only while connections bring nothing.
         if state.last_progress_at > last_progress_at {
-            retry_pauses.reset();
+            retry_backoff.reset();
         }
-        retry_pauses.sleep();
+        retry_backoff.sleep();
         state.outcome.reconnects += 1;
     };
     writers.wait()?;
@@ -247,7 +247,7 @@ impl PullAttempt<'_> {
     fn run(&self, state: &mut PullState<'_>) -> Result<Plan, PullError> {
         let mut peer = Peer::connect(&self.request.host, &self.request.route)?;
         let EntryList { top, entries } = self.list_source(&mut peer, state)?;
-        let plan = Plan::check(entries).map_err(|what| peer.implausible(what))?;
+        let plan = Plan::from_entries(entries).map_err(|what| peer.implausible(what))?;
         if !self.request.cut {
             check_all_closed(&plan, peer.host(), self.request)?;
         }

@@ -5,7 +5,7 @@
 //! connection becomes a session (`crate::session`).
 //!
 //! Invariants
-//! * The number of unauthenticated connections is bounded, and each is closed after [`HANDSHAKE_LIMIT`]. A further one
+//! * The number of unauthenticated connections is bounded, and each is closed after [`HANDSHAKE_TIMEOUT`]. A further one
 //!   replaces an earlier one (`crate::unauthenticated`).
 //! * There are at most `SESSIONS_MAX` sessions. A further connection is closed after its handshake.
 //! * Refused connections add at most one line to the log in `REFUSAL_LOG_INTERVAL`.
@@ -26,7 +26,7 @@ use firn_protocol::PartnerStatus;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
-use crate::auth::{HandshakeInputs, Key, answer_handshake, answer_handshake_with};
+use crate::auth::{HandshakeInputs, Key, answer_handshake, answer_handshake_with_hello_callback};
 use crate::encryption::Encrypt;
 use crate::error::{AgentError, WireError};
 use crate::exposure::FabricOffer;
@@ -42,7 +42,7 @@ use crate::transport_choice::TransportChoice;
 use crate::unauthenticated::{UnauthenticatedConnection, UnauthenticatedConnections};
 
 /// Maximum time of a handshake.
-pub const HANDSHAKE_LIMIT: Duration = Duration::from_secs(5);
+pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum number of sessions. Each session uses one of the 64 connections that a firnd serves.
 const SESSIONS_MAX: usize = 16;
 /// Minimum time between two log lines about refused connections.
@@ -114,14 +114,14 @@ pub struct Agent {
     mount: Mount,
     service: Arc<PartnerService>,
     /// `None` if the mount wants no partner, or after [`Agent::start_partner_search`].
-    partner_wish: Option<PartnerWish>,
+    partner_config: Option<PartnerConfig>,
     listener: TcpListener,
     key_file: KeyFile,
     shared: Arc<Shared>,
 }
 
 /// The partner that a mount wants.
-struct PartnerWish {
+struct PartnerConfig {
     /// The mount's options for partners.
     options: PartnerStatus,
     domains: Domains,
@@ -178,8 +178,8 @@ impl Agent {
         };
         check_host(&host)?;
         // A mount with the option for partners wants another host to keep copies of its files in memory.
-        let partner_wish = match partner_options {
-            Some(partner_options) => Some(PartnerWish::new(partner_options, &host)?),
+        let partner_config = match partner_options {
+            Some(partner_options) => Some(PartnerConfig::new(partner_options, &host)?),
             None => None,
         };
         let (listener, bound_address) = listen(options.listen)?;
@@ -211,7 +211,7 @@ impl Agent {
         Ok(Self {
             mount,
             service,
-            partner_wish,
+            partner_config,
             listener,
             key_file,
             shared: Arc::new(shared),
@@ -244,7 +244,7 @@ impl Agent {
     /// Starts the thread that looks for a partner, a host that keeps copies of this host's files in memory. Does
     /// nothing if the mount wants none, or if the thread was started before.
     pub fn start_partner_search(&mut self) -> Result<(), AgentError> {
-        let Some(PartnerWish { options, domains }) = self.partner_wish.take() else {
+        let Some(PartnerConfig { options, domains }) = self.partner_config.take() else {
             return Ok(());
         };
         let service = Arc::clone(&self.service);
@@ -315,7 +315,7 @@ impl Agent {
     }
 }
 
-impl PartnerWish {
+impl PartnerConfig {
     /// Takes the options of a mount for its partner, the host that keeps copies of its files in memory. Reads the file
     /// of failure domains (hosts that fail together) if the options name one.
     ///
@@ -381,8 +381,8 @@ impl Shared {
             ..HandshakeInputs::of_tcp(&socket, &self.key, self.encrypt)?
         };
         let mut link = Link::over(Stream::over_tcp(socket)?);
-        let deadline = Instant::now() + HANDSHAKE_LIMIT;
-        answer_handshake_with(&mut link, &terms, deadline, &mut || {
+        let deadline = Instant::now() + HANDSHAKE_TIMEOUT;
+        answer_handshake_with_hello_callback(&mut link, &terms, deadline, &mut || {
             unauthenticated.record_hello()
         })?;
         let suffix = if link.is_encrypted() {
@@ -487,7 +487,7 @@ fn serve_transport<T: Transport>(
     hold_max: Option<u64>,
     log: &Log,
 ) -> Result<(), WireError> {
-    let deadline = Instant::now() + HANDSHAKE_LIMIT;
+    let deadline = Instant::now() + HANDSHAKE_TIMEOUT;
     answer_handshake(&mut link, &HandshakeInputs::of_pipes(), deadline)?;
     let hold_budget = hold_max.map(HoldBudget::new);
     let context = SessionContext {

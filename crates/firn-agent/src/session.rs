@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use firn_client::OpenMount;
 use firn_protocol::path::BytePath;
 
-use crate::data_path::InlineAnswer;
+use crate::data_path::StreamAnswer;
 use crate::error::WireError;
 use crate::exposure::{Exposure, FabricOffer};
 use crate::hold_budget::HoldBudget;
@@ -429,7 +429,7 @@ impl<'a, T: Transport> Session<'a, T> {
             Err(error) => return link.send(&error.into_reply(), deadline),
         };
         let sent_bytes = range.bytes_within(file.bytes());
-        let mut answer = InlineAnswer::begin(link.block_hasher(), deadline);
+        let mut answer = StreamAnswer::begin(link.block_hasher(), deadline);
         origin
             .send(file, range.offset, range.bytes, link, &mut answer)
             .map_err(SendError::into_wire_error)?;
@@ -674,7 +674,7 @@ impl Following {
         let mut entries = match role {
             Role::Partner | Role::Former => self.source.list_held(path)?,
             Role::Dismissed => return Ok(vec![Entry::directory()]),
-            Role::Over => {
+            Role::Removed => {
                 let host = &self.host;
                 return Err(refused(format!("{host} is not the partner any more")));
             }

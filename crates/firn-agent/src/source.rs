@@ -254,7 +254,7 @@ impl Source {
             let Ok(relative_path) = file.path.as_path().strip_prefix(top.as_path()) else {
                 continue;
             };
-            list.add_held_file(top, relative_path, &file, &mut listed_dirs)?;
+            list.add_file_with_parents(top, relative_path, &file, &mut listed_dirs)?;
         }
         if list.entries.is_empty() && top.is_empty() {
             list.entries.push(Entry::directory());
@@ -363,10 +363,10 @@ impl Source {
         let pieces = file.pieces_of_range(offset, bytes);
         for run in pieces.chunk_by(|piece, next_piece| piece.place == next_piece.place) {
             match run[0].place {
-                Place::Memory => sender.send_memory(run, file)?,
+                Place::Memory => sender.send_arena_parts(run, file)?,
                 Place::Hole => sender.send_hole(run)?,
                 Place::Spill | Place::MemoryFile | Place::Backing => {
-                    sender.send_copies(run, file)?
+                    sender.send_buffered(run, file)?
                 }
             }
         }
@@ -497,7 +497,7 @@ struct Sender<'a, T> {
 impl<T: Transport> Sender<'_, T> {
     /// Sends pieces (ranges of a file) that are in the arena, the mapped memory of the mount, without a copy.
     /// The caller holds `file`, so the bytes do not change. Fails if the arena is not mapped.
-    fn send_memory(&mut self, pieces: &[ChunkPiece], file: &HeldFile) -> Result<(), SendError> {
+    fn send_arena_parts(&mut self, pieces: &[ChunkPiece], file: &HeldFile) -> Result<(), SendError> {
         let Some(arena) = self.source.mount.arena_file() else {
             return Err(MountError::NotMapped.into());
         };
@@ -512,7 +512,7 @@ impl<T: Transport> Sender<'_, T> {
                 bytes,
             });
         }
-        Ok(self.data_path.send_memory(self.link, arena, &parts)?)
+        Ok(self.data_path.send_arena_parts(self.link, arena, &parts)?)
     }
 
     fn send_hole(&mut self, pieces: &[ChunkPiece]) -> Result<(), SendError> {
@@ -522,7 +522,7 @@ impl<T: Transport> Sender<'_, T> {
 
     /// Sends pieces that must be read first. Runs of zeros are sent as zeros, because the backing may have holes that
     /// no chunk list shows.
-    fn send_copies(&mut self, pieces: &[ChunkPiece], file: &mut HeldFile) -> Result<(), SendError> {
+    fn send_buffered(&mut self, pieces: &[ChunkPiece], file: &mut HeldFile) -> Result<(), SendError> {
         for piece in pieces {
             self.source.read_piece(file, piece, |chunk| {
                 Ok(send_bytes_or_zeros(self.data_path, self.link, chunk)?)
@@ -666,7 +666,7 @@ impl<'a> ListBuilder<'a> {
 
     /// Adds a file, and before it the directories above that are not in `listed_dirs` yet. `top` is the listed path,
     /// and `relative_path` the file's path below it. Skips the file if it or one of these directories no longer exists.
-    fn add_held_file(
+    fn add_file_with_parents(
         &mut self,
         top: &BytePath,
         relative_path: &Path,

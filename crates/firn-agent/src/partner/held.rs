@@ -32,7 +32,7 @@ use crate::partner::copy::PartnerCopy;
 use crate::partner::record::{CopyRecord, stored_bytes};
 use crate::partner::service::PartnerService;
 use crate::peer::{Peer, Route};
-use crate::pull::{Outcome, PullRequest, PullSource, check_entries, is_same_file};
+use crate::pull::{Outcome, PullRequest, PullSource, check_entries, is_same_as_remote};
 use crate::server::Level;
 use crate::source::join;
 use crate::transport_choice::DataTransport;
@@ -394,7 +394,7 @@ impl CopyHeld<'_> {
             let Ok(copied_file) = copy.open(entry.path.as_path()) else {
                 return Ok(None);
             };
-            if !is_same_file(&mut peer, &top, entry, &copied_file, on_progress)? {
+            if !is_same_as_remote(&mut peer, &top, entry, &copied_file, on_progress)? {
                 return Ok(None);
             }
         }

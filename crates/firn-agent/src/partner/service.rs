@@ -275,7 +275,7 @@ impl Registration {
     }
 
     /// Returns the role of the follower, which has requested a list. [`Role::Dismissed`] is returned once. At its next
-    /// request the follower has dropped its copies, and its role is [`Role::Over`].
+    /// request the follower has dropped its copies, and its role is [`Role::Removed`].
     pub(crate) fn role(&self) -> Role {
         let mut state = self.service.lock();
         let role = state.role(&self.host);
@@ -285,7 +285,7 @@ impl Registration {
         if state.dismissed.insert(self.host.clone()) {
             Role::Dismissed
         } else {
-            Role::Over
+            Role::Removed
         }
     }
 

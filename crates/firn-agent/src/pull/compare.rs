@@ -35,7 +35,7 @@ const FILE_NUMBER: u32 = 0;
 /// file counts as equal. Returns false if size, bytes or the number of changes differ. The connection must then be
 /// closed, because replies may be outstanding. `on_progress` is called before each reply; its error ends the
 /// comparison.
-pub(crate) fn is_same_file(
+pub(crate) fn is_same_as_remote(
     peer: &mut Peer,
     top: &BytePath,
     entry: &Entry,

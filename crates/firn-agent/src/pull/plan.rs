@@ -1,7 +1,7 @@
 //! The plan of a *pull*, which copies a tree from another host: the list of files and directories that the *agent* on
 //! that host has sent, checked before anything is created from it.
 //!
-//! A list comes from another host, so its paths could lead out of the copy. [`Plan::check`] refuses such a list as a
+//! A list comes from another host, so its paths could lead out of the copy. [`Plan::from_entries`] refuses such a list as a
 //! whole. Everything that a pull creates comes from a checked plan.
 //!
 //! Invariants
@@ -44,7 +44,7 @@ impl Plan {
     /// unchecked list, because its paths could lead out of the copy.
     ///
     /// The error names the first entry that no correct agent would send, such as one before its parent directory.
-    pub(crate) fn check(entries: Vec<Entry>) -> Result<Self, String> {
+    pub(crate) fn from_entries(entries: Vec<Entry>) -> Result<Self, String> {
         let Some(top) = entries.first() else {
             return Err("nothing".into());
         };
@@ -196,7 +196,7 @@ mod tests {
         ];
         for entries in refused {
             let shown = format!("{entries:?}");
-            assert!(Plan::check(entries).is_err(), "{shown}");
+            assert!(Plan::from_entries(entries).is_err(), "{shown}");
         }
         let accepted = vec![
             dir(""),
@@ -206,9 +206,9 @@ mod tests {
             file("a/c"),
             file("d"),
         ];
-        let plan = Plan::check(accepted).unwrap();
+        let plan = Plan::from_entries(accepted).unwrap();
         assert_eq!(plan.files().count(), 3);
         assert!(plan.find(&"a/b".into()).is_some());
-        assert!(Plan::check(vec![file("")]).is_ok());
+        assert!(Plan::from_entries(vec![file("")]).is_ok());
     }
 }
