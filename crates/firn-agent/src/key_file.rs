@@ -92,7 +92,7 @@ struct Stored {
     key: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     partner: Option<String>,
-    /// Former partners, newest first.
+    /// Former partners that may still have copies.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     formers: Vec<String>,
 }
@@ -179,7 +179,7 @@ impl KeyFile {
 
     /// Parses the content of an agent's record. Returns `None` if the content is invalid.
     fn parse(json: &[u8]) -> Option<Self> {
-        // A longer file was read only up to this size. Agents write no file of this size either.
+        // A file of this size or more may have been read only in part. Agents write shorter ones.
         if json.len() >= FILE_BYTES_MAX {
             return None;
         }

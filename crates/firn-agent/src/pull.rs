@@ -5,7 +5,7 @@
 //!
 //! Promises
 //! * The copy gets its name by one rename, after each block was authenticated, each file was checked and everything was
-//!   synced. On a firn mount nothing is synced. If puller or agent die earlier, the name does not exist.
+//!   synced. On a firn mount nothing is synced. If puller or agent die before the rename, no copy has the name.
 //! * After a broken connection, a puller connects again. Blocks that are already in the staging directory are compared
 //!   by checksums and not sent again. This includes the blocks of an earlier puller that was killed.
 
@@ -13,6 +13,7 @@ mod compare;
 mod direct;
 mod fetch;
 mod plan;
+/// Reads of the agent's memory by libfabric (RDMA).
 mod remote;
 mod staging;
 mod state;
@@ -52,7 +53,7 @@ pub struct PullRequest {
     pub route: Route,
     /// The tree or file to pull.
     pub source: PullSource,
-    /// Transport of the files' bytes.
+    /// Options for the transport of the files' bytes: over the connection, or by RDMA.
     pub carriage: DataTransport,
     /// Path of the copy.
     pub target: PathBuf,
@@ -182,6 +183,7 @@ pub fn pull(
     let staging = Staging::open(&request.target)?;
     let writers = Writers::start(staging.is_synced()).map_err(local_error(&request.target))?;
     let mut state = PullState::new(request, report_progress);
+    // Each iteration of the loop is one connection.
     let mut retry_backoff = RETRY.start();
     let mut data_transport = request.carriage.clone();
     let plan = loop {
@@ -240,15 +242,16 @@ struct PullAttempt<'a> {
 }
 
 impl PullAttempt<'_> {
-    /// Makes one connection and fetches all files of the tree that are not complete yet. Returns the plan: the other
-    /// host's list of files, after a check.
+    /// Makes one connection: lists the tree, checks the list, prepares the copy, and fetches all files that are not
+    /// complete yet. Returns the plan: the other host's list of files, after the check.
     ///
     /// When it returns, the threads that write files may still be writing. After an error the received bytes remain.
     fn run(&self, state: &mut PullState<'_>) -> Result<Plan, PullError> {
         let mut peer = Peer::connect(&self.request.host, &self.request.route)?;
         let EntryList { top, entries } = self.list_source(&mut peer, state)?;
         let plan = Plan::from_entries(entries).map_err(|what| peer.implausible(what))?;
-        if !self.request.cut {
+        let allows_unclosed_files = self.request.cut;
+        if !allows_unclosed_files {
             check_all_closed(&plan, peer.host(), self.request)?;
         }
         state.check_total(plan.entries())?;
@@ -258,11 +261,7 @@ impl PullAttempt<'_> {
         let total_bytes = sizes.fold(0, u64::saturating_add);
         state.set_remaining(files_to_fetch.len() as u64, total_bytes);
         let fabric = FabricReader::negotiate(&mut peer, self.data_transport, self.writers)?;
-        state.outcome.transport = match &fabric {
-            Some(fabric) => format!("ofi:{}", fabric.provider()),
-            None if peer.local_ip().is_some() => "tcp".into(),
-            None => "ssh".into(),
-        };
+        state.outcome.transport = transport_name(&peer, fabric.as_ref());
         let fetch = Fetch::new(
             &mut peer,
             self.staging,
@@ -303,6 +302,15 @@ impl PullAttempt<'_> {
             }
             Err(error) => Err(error),
         }
+    }
+}
+
+/// Returns the name of a connection's transport as in [`Outcome::transport`].
+fn transport_name(peer: &Peer, fabric: Option<&FabricReader>) -> String {
+    match fabric {
+        Some(fabric) => format!("ofi:{}", fabric.provider()),
+        None if peer.local_ip().is_some() => "tcp".into(),
+        None => "ssh".into(),
     }
 }
 

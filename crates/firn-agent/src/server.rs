@@ -171,13 +171,9 @@ impl Agent {
         let mut connection = Connection::open(&mount)?;
         let region = connection.region()?;
         let partner_options = connection.status()?.partner;
-        let host = match (options.host, &partner_options) {
-            (Some(host), _) => host,
-            (None, Some(partner_options)) => partner_options.this_host.clone(),
-            (None, None) => system_host_name(),
-        };
+        let host = choose_host_name(options.host, partner_options.as_ref());
         check_host(&host)?;
-        // A mount with the option for partners wants another host to keep copies of its files in memory.
+        // With this option of the mount, another host keeps copies of its files in memory.
         let partner_config = match partner_options {
             Some(partner_options) => Some(PartnerConfig::new(partner_options, &host)?),
             None => None,
@@ -241,22 +237,16 @@ impl Agent {
         }
     }
 
-    /// Starts the thread that looks for a partner, a host that keeps copies of this host's files in memory. Does
-    /// nothing if the mount wants none, or if the thread was started before.
+    /// Resumes following of the hosts whose files this host has copies of, and starts the thread that searches for a
+    /// partner, a host that keeps copies of this host's files in memory.
+    ///
+    /// Does nothing if the mount wants no partner, or if the thread was started before.
     pub fn start_partner_search(&mut self) -> Result<(), AgentError> {
         let Some(PartnerConfig { options, domains }) = self.partner_config.take() else {
             return Ok(());
         };
         let service = Arc::clone(&self.service);
-        // An earlier agent of this host may have copied files of other hosts. This agent follows these hosts again
-        // (connects to them to copy files). If a host has another partner now, the copies of its files are dropped.
-        for source in service.copies.hosts() {
-            if let Err(error) = service.adopt(&source) {
-                service
-                    .log
-                    .say(Level::Event, || format!("{source}: {error}"));
-            }
-        }
+        resume_following(&service);
         let key_file = self.key_file.clone();
         std::thread::Builder::new()
             .name("agent-choice".into())
@@ -311,6 +301,28 @@ impl Agent {
         if let Err(error) = started {
             let reason = format!("cannot start a thread for the connection: {error}");
             self.shared.record_refusal(peer_address, &reason);
+        }
+    }
+}
+
+/// Returns this host's name: the agent's option, otherwise the mount's option for partners, otherwise the system's
+/// name.
+fn choose_host_name(option: Option<String>, partner_options: Option<&PartnerStatus>) -> String {
+    match (option, partner_options) {
+        (Some(host), _) => host,
+        (None, Some(partner_options)) => partner_options.this_host.clone(),
+        (None, None) => system_host_name(),
+    }
+}
+
+/// Follows again the hosts from which an earlier agent of this host has copied files: connects to them to copy files.
+/// If such a host has another partner now, the copies of its files are dropped. Errors are logged.
+fn resume_following(service: &Arc<PartnerService>) {
+    for source in service.copies.hosts() {
+        if let Err(error) = service.start_following(&source) {
+            service
+                .log
+                .say(Level::Event, || format!("{source}: {error}"));
         }
     }
 }
@@ -376,13 +388,13 @@ impl Shared {
         unauthenticated: UnauthenticatedConnection,
     ) -> Result<AuthenticatedConnection, WireError> {
         let local_ip = Some(socket.local_addr()?.ip());
-        let terms = HandshakeInputs {
+        let inputs = HandshakeInputs {
             munge: self.munge.as_ref(),
             ..HandshakeInputs::of_tcp(&socket, &self.key, self.encrypt)?
         };
         let mut link = Link::over(Stream::over_tcp(socket)?);
         let deadline = Instant::now() + HANDSHAKE_TIMEOUT;
-        answer_handshake_with_hello_callback(&mut link, &terms, deadline, &mut || {
+        answer_handshake_with_hello_callback(&mut link, &inputs, deadline, &mut || {
             unauthenticated.record_hello()
         })?;
         let suffix = if link.is_encrypted() {
@@ -474,15 +486,15 @@ pub fn serve_pipes(
     log: &Log,
 ) -> Result<(), WireError> {
     let link = Link::over(Stream::over_pipes(input, output)?);
-    serve_transport(link, hold_max, log)
+    serve_ssh_connection(link, hold_max, log)
 }
 
 /// Serves the single connection of an agent that ssh has started for one puller, the process that copies files: the
 /// handshake, and then requests until the connection ends.
 ///
-/// `hold_max` bounds the bytes in memory that the agent may hold; `None` means the default. Such an agent has no mount
-/// of its own and no partners, so the listed path determines the mount.
-fn serve_transport<T: Transport>(
+/// `hold_max` bounds the bytes in memory that the agent may pin for the puller; `None` means the default. Such an agent
+/// is not bound to one mount: the path that the puller lists determines it. The agent has no partners.
+fn serve_ssh_connection<T: Transport>(
     mut link: Link<T>,
     hold_max: Option<u64>,
     log: &Log,

@@ -246,17 +246,18 @@ impl<'a, 't> Fetch<'a, 't> {
     fn fetch_all(&mut self) -> Result<(), PullError> {
         loop {
             self.send_requests()?;
-            // If a reply is outstanding, this thread waits for it below, so it must not wait here too. Otherwise it may
-            // wait here, for a block that libfabric (RDMA) is still reading.
-            let may_wait_for_block = self.sent_requests.is_empty();
-            self.write_arrived_blocks(may_wait_for_block)?;
-            if may_wait_for_block && (self.pending_blocks() > 0 || self.has_request()) {
+            // Each iteration waits for one thing at most: a reply, a block that libfabric (RDMA) is reading, or space
+            // at the agent. A reply has precedence: while one is outstanding, the thread does not wait for a block.
+            let is_reply_outstanding = !self.sent_requests.is_empty();
+            self.write_arrived_blocks(!is_reply_outstanding)?;
+            if !is_reply_outstanding && (self.pending_blocks() > 0 || self.has_request()) {
                 continue;
             }
             if let Some(request) = self.sent_requests.pop_front() {
                 self.receive_reply(request)?;
                 continue;
             }
+            // No file is open. Either all are fetched, or the agent was full at each `Open`.
             if self.queue.is_empty() {
                 return Ok(());
             }
@@ -354,9 +355,6 @@ impl<'a, 't> Fetch<'a, 't> {
 
     /// Returns the request for the next block (1 MiB) of an open file: for its checksum if an earlier pull wrote the
     /// block, otherwise for its bytes. After the last block, the file leaves the queue of partly requested ones.
-    ///
-    /// The other host determines the number of blocks of a file. Memory is therefore used only for blocks that are
-    /// requested.
     fn next_block_request(&mut self, file_number: u32) -> FileRequest {
         let file = self.open_file(file_number);
         let block = BlockId {
@@ -364,12 +362,12 @@ impl<'a, 't> Fetch<'a, 't> {
             index: file.next_block,
         };
         file.next_block += 1;
-        let is_staged = file.is_staged(block);
+        let is_from_earlier_pull = file.is_staged(block);
         let is_last_block = file.next_block == file.bytes.div_ceil(BLOCK_BYTES);
         if is_last_block {
             self.partly_requested.pop_front();
         }
-        if is_staged {
+        if is_from_earlier_pull {
             FileRequest::Sum(block)
         } else {
             FileRequest::Read(block)
@@ -457,12 +455,13 @@ impl<'a, 't> Fetch<'a, 't> {
         let file = self.open_file(file_number);
         file.bytes = bytes;
         file.open_staged(staging)?;
-        // The file was changed since the list. The result of the pull names it as changed.
+        // If the file was changed between the list and the `Open`, the result of the pull names it as changed.
         file.is_newer = file.to_fetch.entry.is_older_than(changes);
         file.incomplete_blocks = bytes.div_ceil(BLOCK_BYTES);
         file.to_fetch.bytes = bytes;
         let is_empty = file.incomplete_blocks == 0;
         self.state.correct_size(expected_bytes, bytes);
+        // An empty file has no block, so its `Check` is sent now. Otherwise it follows the last block.
         if is_empty {
             self.urgent_requests
                 .push_back(FileRequest::Check(file_number));
@@ -615,6 +614,7 @@ impl<'a, 't> Fetch<'a, 't> {
     /// them into `buffer`. Also receives their message authentication code (MAC) if MACs were requested.
     ///
     /// Zeros are written only if the file of the copy had bytes in this block before. Otherwise they remain a hole.
+    /// Fails if the parts do not add up to the block, which means that the file was shortened.
     fn receive_places(
         &mut self,
         block: BlockId,
