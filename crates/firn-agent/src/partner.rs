@@ -11,7 +11,7 @@
 //!   source host                                          partner host
 //!   chooses by the ring ─── Adopt ─────────────────────► agent begins to follow the source
 //!   Follow ◄──────────────────────────────────────────── opens a connection
-//!   firnd: held files ──── ListHeld ───────────────────► copies files that are closed, and unchanged since the last list
+//!   firnd: held files ──── ListHeld ───────────────────► copies closed files that are unchanged since the last list
 //!   firnd: file is safe ◄─ Mark path, changes ────────── has a complete copy
 //! ```
 //!

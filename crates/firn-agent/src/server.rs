@@ -5,8 +5,8 @@
 //! connection becomes a session (`crate::session`).
 //!
 //! Invariants
-//! * The number of unauthenticated connections is bounded, and each is closed after [`HANDSHAKE_TIMEOUT`]. A further one
-//!   replaces an earlier one (`crate::unauthenticated`).
+//! * The number of unauthenticated connections is bounded, and each is closed after [`HANDSHAKE_TIMEOUT`]. A further
+//!   one replaces an earlier one (`crate::unauthenticated`).
 //! * There are at most `SESSIONS_MAX` sessions. A further connection is closed after its handshake.
 //! * Refused connections add at most one line to the log in `REFUSAL_LOG_INTERVAL`.
 //! * A connection has a thread and a buffer of one frame. Before authentication a frame has at most

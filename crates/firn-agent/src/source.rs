@@ -1,17 +1,22 @@
 //! The mount from which an agent sends files to other hosts: lists its tree, and reads its files by their chunk lists.
 //!
 //! Terms
-//! * *chunk list*: says where each byte of a file is. A *piece* is one range of it, which is in one place: the arena
-//!   (the mount's memory), a memory file (with one large file), the spill file (on a local device), the backing (the
-//!   directory that the mount serves), or a hole.
-//! * *held*: the agent has the chunk list of the file.
+//! * *chunk list*: says where each byte of a file is. While the agent has the list, the file is *held*: its bytes in
+//!   memory and in the spill file do not change.
+//! * *piece*: one range of a chunk list. All of its bytes are in one of these places:
+//!   * the arena, the mount's shared memory
+//!   * a memory file, which has the bytes of one large file
+//!   * the spill file on a local device
+//!   * the backing, the directory that the mount serves
+//!   * a hole, which has no bytes
 //!
 //! Promises
 //! * Bytes in the arena are passed to a [`DataPath`] without a copy. Bytes of memory files, of the spill file and of
 //!   the backing pass through one buffer of [`COPY_BYTES`].
 //! * No path leads out of the mount. Each component is resolved separately, and no symbolic link is followed.
 //!
-//! This module relies on S-chunks-1: bytes in memory do not change until their chunk list is released.
+//! This module relies on the promise S-chunks-1 of `docs/SEMANTICS.md`: bytes in memory do not change until their chunk
+//! list is released.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{File, Metadata};

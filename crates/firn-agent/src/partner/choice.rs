@@ -368,6 +368,11 @@ impl<'a> Chooser<'a> {
         text
     }
 
+    /// Removes the note from the status of the mount.
+    fn clear_note(&mut self) {
+        self.set_note("");
+    }
+
     /// Sends firnd the reason why there is no partner; an empty text if there is one. Logs a new reason.
     ///
     /// The note is sent each time, because firnd may have been restarted. A failure is ignored, because firnd may not

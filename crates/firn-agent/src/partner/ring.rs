@@ -118,8 +118,8 @@ impl Ring {
     /// Makes the ring of some hosts, by which each host finds its partner, the host that keeps copies of its files.
     ///
     /// Hosts of one failure domain (hosts that fail together) are neighbors, sorted by name. For example, domains a
-    /// and b make the ring `a1 a2 | b1`. The distance from a host to its partner is the size of the largest domain,
-    /// here 2.
+    /// and b make the ring `a1 a2 | b1 b2`. A host usually has its partner as many places further as the largest domain
+    /// has hosts: here 2, so a1 has the partner b1.
     fn new(domains: &Domains, mut hosts: Vec<String>) -> Self {
         hosts.sort_by(|a, b| compare_names(a, b));
         hosts.dedup();
