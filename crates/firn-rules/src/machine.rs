@@ -2036,7 +2036,7 @@ impl Rule {
     /// Returns whether closed files suffice for the event `idle`. They do for a scope of one file, and for a rule
     /// that names the needed files.
     fn is_idle_enough(&self) -> bool {
-        let is_one_file = !self.scope.is_dir && !self.scope.matches_captures();
+        let is_one_file = !self.scope.is_dir && !self.scope.has_captures();
         let names_needed_files = self
             .needs
             .iter()
