@@ -311,12 +311,12 @@ impl<R: Responder> Reply<R> {
         self.unique & !UNIQUE_RESEND
     }
 
-    /// Begins a request that must not take effect twice: stores a note of it in shared memory, for a next firnd. That
-    /// process serves the mount after the death of this one, and the kernel sends it the unanswered requests again.
+    /// Returns the attempt of an earlier firnd at the same request, if there was one. Otherwise records the request in
+    /// shared memory, with the objects that `identify` returns, and returns `None`.
     ///
-    /// If an earlier firnd has begun the same request, returns that firnd's note, which stays stored. Otherwise makes a
-    /// new note with the objects that `identify` returns, and returns `None`. The note lives as long as the reply.
-    pub(crate) fn begin_once<B: Backing>(
+    /// Called for a request that must not take effect twice. If firnd, which serves the mount, dies, the kernel sends
+    /// its unanswered requests to the next firnd again. That firnd finds the record, which lives as long as the reply.
+    pub(crate) fn find_attempt_or_record<B: Backing>(
         &mut self,
         engine: &Engine<B>,
         identify: impl FnOnce() -> RequestObjects,
@@ -327,14 +327,14 @@ impl<R: Responder> Reply<R> {
             self.note = engine.continue_request_record(&earlier);
             return Some(earlier.request);
         }
-        // Without a live table, the memory for these notes, no next firnd continues the mount.
+        // Without a live table, the memory for these records, no next firnd continues the mount.
         if engine.live().is_some() {
             self.note = engine.record_request(self.number(), identify());
         }
         None
     }
 
-    /// Records the offset at which an append that was begun ([`Reply::begin_once`]) writes.
+    /// Records the offset at which an append that was begun ([`Reply::find_attempt_or_record`]) writes.
     pub(crate) fn record_append_offset(&mut self, offset: u64) {
         if let Some(note) = &mut self.note {
             note.record_append(offset);

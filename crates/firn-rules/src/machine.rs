@@ -16,7 +16,7 @@
 //!                                └──────────────────────────────────► aborted
 //!
 //!                a name of a committed scope is removed first
-//!    committed ───────────────► removal ── a newer one is committed, and the removal is over ──► removed
+//!    committed ───────────────► removal ── a newer one is committed, and the removal has ended ► removed
 //!                                   ├───── its programs ended well, and the mount ends ────────► removed
 //!                                   └───── the remover was killed, a newer one failed ─────────► as before
 //! ```
@@ -1440,7 +1440,7 @@ impl Machine {
     }
 
     /// Updates the open scope (the files of one checkpoint) of a name that was removed. Commits the scope if the
-    /// removal completes it. A *top* is an uppermost name of a scope.
+    /// removal completes it. A *top* is a name in the scope's directory that belongs to it.
     fn apply_removal(&mut self, path: &[u8], actions: &mut Vec<Action>) {
         let Some(number) = self.open_scope_of(path) else {
             return;
@@ -1463,8 +1463,8 @@ impl Machine {
         self.try_commit(number, actions);
     }
 
-    /// Updates the open scope (the files of one checkpoint) of a rename: its files, open files and tops (uppermost
-    /// names) get their new names. Commits the scope if the rename completes it.
+    /// Updates the open scope (the files of one checkpoint) of a rename: its files, open files and tops (its names in
+    /// its directory) get their new names. Commits the scope if the rename completes it.
     fn apply_rename(&mut self, from: &[u8], to: &[u8], actions: &mut Vec<Action>) {
         let Some(number) = self.open_scope_of(to).or_else(|| self.open_scope_of(from)) else {
             return;
@@ -1762,31 +1762,13 @@ impl Machine {
         let Some(scope) = self.scopes.remove(&number) else {
             return actions;
         };
-        let has_same_key = |committed: &CommittedScope| committed.key == scope.key;
-        // The list is in the order of commits. A checkpoint that this machine did not see committed is the oldest.
-        let earlier_index = self.committed.iter().position(has_same_key).unwrap_or(0);
-        self.committed.retain(|committed| !has_same_key(committed));
-        let index = match scope.purpose {
-            // After a removal there is no checkpoint to remember.
-            ScopePurpose::Removal => return actions,
-            ScopePurpose::Write => self.committed.len(),
-            // A checkpoint from which a part was removed keeps its place in the order of commits.
-            ScopePurpose::PartialRemoval => self.committed.len().min(earlier_index),
-        };
         let rule = scope.key.rule;
         let dir = scope.key.dir.clone();
-        let remaining_tops: BTreeSet<Vec<u8>> = scope
-            .tops
-            .difference(&scope.removed_tops)
-            .cloned()
-            .collect();
-        let committed = CommittedScope {
-            writers: scope.living_writers.len(),
-            tops: remaining_tops,
-            files: scope.files,
-            key: scope.key,
-        };
-        self.committed.insert(index, committed);
+        let is_removal = scope.purpose == ScopePurpose::Removal;
+        self.update_history(scope);
+        if is_removal {
+            return actions;
+        }
         // A removal may have waited for this newer checkpoint.
         for other in self.open_scopes() {
             let key = &self.scopes[&other].key;
@@ -1801,12 +1783,39 @@ impl Machine {
         actions
     }
 
+    /// Updates the list of commits after the commit of a scope (the files of one checkpoint, or their removal). An
+    /// earlier commit of the same checkpoint is replaced. After a removal there is no checkpoint to remember.
+    fn update_history(&mut self, scope: Scope) {
+        let has_same_key = |committed: &CommittedScope| committed.key == scope.key;
+        // The list is in the order of commits. A checkpoint that this machine did not see committed is the oldest.
+        let earlier_index = self.committed.iter().position(has_same_key).unwrap_or(0);
+        self.committed.retain(|committed| !has_same_key(committed));
+        let index = match scope.purpose {
+            ScopePurpose::Removal => return,
+            ScopePurpose::Write => self.committed.len(),
+            // A checkpoint from which a part was removed keeps its place in the order of commits.
+            ScopePurpose::PartialRemoval => self.committed.len().min(earlier_index),
+        };
+        let remaining_tops: BTreeSet<Vec<u8>> = scope
+            .tops
+            .difference(&scope.removed_tops)
+            .cloned()
+            .collect();
+        let committed = CommittedScope {
+            writers: scope.living_writers.len(),
+            tops: remaining_tops,
+            files: scope.files,
+            key: scope.key,
+        };
+        self.committed.insert(index, committed);
+    }
+
     /// Returns the removals of the complete checkpoints in a directory beyond the number that the rule keeps, the
     /// oldest first. Returns none if the rule keeps all.
     ///
-    /// `names` are the names in the directory. `linked` are the tops (uppermost names of checkpoints) to which a link
-    /// in it leads. Checkpoints with such tops, and open checkpoints, are kept. The removals begin at once; changes of
-    /// these checkpoints wait until the checkpoints are removed.
+    /// `names` are the names in the directory. `linked` are the tops (names of checkpoints) to which a link in it
+    /// leads. Checkpoints with such tops, and open checkpoints, are kept. The removals begin at once; changes of these
+    /// checkpoints wait until the checkpoints are removed.
     pub fn rotate(
         &mut self,
         rule: usize,

@@ -32,12 +32,19 @@ struct Host {
     has_failed: bool,
     /// The part that the host has prepared for an attempt.
     prepared: Option<PreparedPart>,
-    /// Whether the host has committed (true) or aborted its part; `None` if neither.
-    end: Option<bool>,
+    /// How the host's part has ended; `None` if it has not.
+    end: Option<PartEnd>,
     /// Number of changes that programs may still make.
     changes_left: u64,
     /// The step that the host has chosen from the shared state. That state may have changed since.
     planned_step: Option<JointStep>,
+}
+
+/// How a host's part has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum PartEnd {
+    Committed,
+    Aborted,
 }
 
 /// A host's part that is prepared for a commit, so that it must not change.
@@ -204,8 +211,8 @@ impl World {
                 }
             }
             JointStep::Publish(attempt) => self.publish(index, attempt),
-            JointStep::GiveUp { number, .. } => self.judge(number, false),
-            JointStep::Judge(attempt) => self.judge(attempt.number, true),
+            JointStep::GiveUp { number, .. } => self.store_verdict(number, false),
+            JointStep::Judge(attempt) => self.store_verdict(attempt.number, true),
             JointStep::Decide { commit, .. } => {
                 if self.shared.decision.is_none() {
                     self.shared.decision = Some(commit);
@@ -220,9 +227,9 @@ impl World {
                     prepared.changes, host.changes,
                     "the part has not changed since"
                 );
-                host.end = Some(true);
+                host.end = Some(PartEnd::Committed);
             }
-            JointStep::Undo => self.hosts[index].end = Some(false),
+            JointStep::Undo => self.hosts[index].end = Some(PartEnd::Aborted),
         }
     }
 
@@ -231,7 +238,7 @@ impl World {
         let host = &mut self.hosts[index];
         let attempt = &mut self.shared.attempts[number as usize - 1];
         if host.open > 0 || attempt.changes.get(&index) != Some(&host.changes) {
-            return self.judge(number, false);
+            return self.store_verdict(number, false);
         }
         host.prepared = Some(PreparedPart {
             attempt: number,
@@ -241,7 +248,7 @@ impl World {
     }
 
     /// Stores the verdict of an attempt, unless it has one.
-    fn judge(&mut self, number: u64, is_clear: bool) {
+    fn store_verdict(&mut self, number: u64, is_clear: bool) {
         let verdict = &mut self.shared.attempts[number as usize - 1].is_clear;
         if verdict.is_none() {
             *verdict = Some(is_clear);
@@ -379,7 +386,7 @@ fn two_hosts_commit_together_or_not_at_all_in_every_interleaving() {
     let mut unexplored = vec![start];
     let (mut commits, mut aborts, mut alone) = (0, 0, 0);
     while let Some(world) = unexplored.pop() {
-        let ends: Vec<bool> = world.hosts.iter().filter_map(|host| host.end).collect();
+        let ends: Vec<PartEnd> = world.hosts.iter().filter_map(|host| host.end).collect();
         assert!(ends.windows(2).all(|pair| pair[0] == pair[1]), "{world:#?}");
         let is_over = world
             .hosts
