@@ -34,7 +34,7 @@ mod record;
 mod ring;
 mod service;
 
-pub(crate) use choice::choose_partners;
+pub(crate) use choice::run_partner_search;
 pub(crate) use copies::CopyStore;
 pub(crate) use copy::CopyFile;
 pub use ring::{Domains, DomainsError};

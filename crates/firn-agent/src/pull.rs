@@ -200,16 +200,7 @@ pub fn pull(
         };
         // The next connection compares the staged files, so all writes of this connection must have ended.
         writers.wait()?;
-        if !may_succeed_later(&error, request, &state) {
-            return Err(error);
-        }
-        let is_fabric_error = matches!(error, PullError::Fabric { .. });
-        if is_fabric_error && data_transport.transport == TransportChoice::Auto {
-            // Only libfabric failed. The next attempt sends the bytes over the connection.
-            data_transport.transport = TransportChoice::Tcp;
-        } else if state.is_stalled() {
-            return Err(error);
-        }
+        check_retry(error, request, &state, &mut data_transport)?;
         // The pauses grow only while connections bring nothing.
         if state.last_progress_at > last_progress_at {
             retry_backoff.reset();
@@ -223,6 +214,28 @@ pub fn pull(
     outcome.left_out = plan.left_out();
     outcome.entries = plan.into_entries();
     Ok(outcome)
+}
+
+/// Returns the error of a connection if the pull must not connect again: because another connection would fail too, or
+/// because no block has arrived for `request.patience`.
+///
+/// If only libfabric has failed, connects again in any case, and sets `data_transport` to the connection itself.
+fn check_retry(
+    error: PullError,
+    request: &PullRequest,
+    state: &PullState<'_>,
+    data_transport: &mut DataTransport,
+) -> Result<(), PullError> {
+    if !may_succeed_later(&error, request, state) {
+        return Err(error);
+    }
+    let is_fabric_error = matches!(error, PullError::Fabric { .. });
+    if is_fabric_error && data_transport.transport == TransportChoice::Auto {
+        data_transport.transport = TransportChoice::Tcp;
+    } else if state.is_stalled() {
+        return Err(error);
+    }
+    Ok(())
 }
 
 /// Whether another connection may succeed after an error.

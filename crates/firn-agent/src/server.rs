@@ -34,7 +34,7 @@ use crate::hold_budget::HoldBudget;
 use crate::key_file::{KeyFile, check_host};
 use crate::link::Link;
 use crate::munge::Munge;
-use crate::partner::{CopyStore, Domains, PartnerService, choose_partners};
+use crate::partner::{CopyStore, Domains, PartnerService, run_partner_search};
 use crate::session::{Sent, Session, SessionContext};
 use crate::source::default_hold_max;
 use crate::transport::{Stream, Transport};
@@ -237,7 +237,7 @@ impl Agent {
         }
     }
 
-    /// Resumes following of the hosts whose files this host has copies of, and starts the thread that searches for a
+    /// Follows again the hosts of which this host has copies of files. Then starts the thread that searches for a
     /// partner, a host that keeps copies of this host's files in memory.
     ///
     /// Does nothing if the mount wants no partner, or if the thread was started before.
@@ -250,7 +250,7 @@ impl Agent {
         let key_file = self.key_file.clone();
         std::thread::Builder::new()
             .name("agent-choice".into())
-            .spawn(move || choose_partners(&service, &key_file, &options, &domains))
+            .spawn(move || run_partner_search(&service, &key_file, &options, &domains))
             .map_err(|error| AgentError::Io {
                 what: "cannot start a thread",
                 error,

@@ -51,7 +51,7 @@ pub enum ChangedObject<'a> {
     Inode(InodeId),
     /// A file that is changed through a handle. The handle may be from an earlier firnd, which has died.
     Handle(InodeId, HandleId),
-    /// A file whose handle is closed, which ends the changes through it. Nothing may be read from /proc about the
+    /// A file that is closed, which ends the changes through this handle. Nothing may be read from /proc about the
     /// process: an exec closes descriptors while most of /proc of its process is locked.
     Closed(InodeId, HandleId),
 }

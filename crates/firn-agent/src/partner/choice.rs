@@ -47,11 +47,12 @@ const FORMER_PARTNERS_MAX: usize = 8;
 /// Value of the option `partner` that leaves the choice to the ring.
 const WANTED_NEXT: &str = "next";
 
-/// Chooses the host that keeps copies of this host's files in memory (the partner), and chooses again when it leaves.
+/// Searches for a partner, a host that keeps copies of this host's files in memory, and searches again when it leaves.
+/// This is the body of a thread, which runs until the process ends.
 ///
-/// This is the body of a thread, which runs until the process ends. `key_file` is this host's record in the backing,
-/// where other hosts find its partners. `options` and `domains` (hosts that fail together) restrict the choice.
-pub(crate) fn choose_partners(
+/// `key_file` is this host's record in the backing, where other hosts find its partners. `options` and `domains` (hosts
+/// that fail together) restrict the choice.
+pub(crate) fn run_partner_search(
     service: &Arc<PartnerService>,
     key_file: &KeyFile,
     options: &PartnerStatus,

@@ -536,7 +536,7 @@ impl<'a, 't> Fetch<'a, 't> {
                     };
                     return Ok(is_intact.then_some(received));
                 }
-                Reply::End { .. } => return Err(self.cut_file_error()),
+                Reply::End { .. } => return Err(self.shortened_file_error()),
                 unexpected => return Err(self.peer.out_of_turn(&unexpected)),
             };
             let range = self.check_part(position, bytes, block_bytes)?;
@@ -555,7 +555,7 @@ impl<'a, 't> Fetch<'a, 't> {
     }
 
     /// Makes the error of a file that is shorter than when it was held. Its chunk list describes an earlier state.
-    fn cut_file_error(&self) -> PullError {
+    fn shortened_file_error(&self) -> PullError {
         self.peer.stale("a file was cut while it was read")
     }
 
@@ -591,7 +591,7 @@ impl<'a, 't> Fetch<'a, 't> {
     /// Receives the addresses of a block in the agent's memory, and begins to read the block by libfabric.
     fn receive_placed(&mut self, block: BlockId, staging_buffer: u32) -> Result<(), PullError> {
         let mut buffer = self.writers.take_buffer()?;
-        let answer = match self.receive_places(block, &mut buffer) {
+        let answer = match self.receive_addresses(block, &mut buffer) {
             Ok(answer) => answer,
             Err(error) => {
                 self.writers.return_buffer(buffer);
@@ -615,7 +615,7 @@ impl<'a, 't> Fetch<'a, 't> {
     ///
     /// Zeros are written only if the file of the copy had bytes in this block before. Otherwise they remain a hole.
     /// Fails if the parts do not add up to the block, which means that the file was shortened.
-    fn receive_places(
+    fn receive_addresses(
         &mut self,
         block: BlockId,
         buffer: &mut [u8],
@@ -634,7 +634,7 @@ impl<'a, 't> Fetch<'a, 't> {
                     answer.mac = self.expected_mac(mac)?;
                     return Ok(answer);
                 }
-                Reply::Placed { .. } => return Err(self.cut_file_error()),
+                Reply::Placed { .. } => return Err(self.shortened_file_error()),
                 unexpected => return Err(self.peer.out_of_turn(&unexpected)),
             };
             let range = self.check_part(position, bytes, block_bytes)?;

@@ -73,7 +73,7 @@ impl OrphanCleanup {
     }
 }
 
-/// Answers EIO to all requests whose numbers are near that of a new request. OrphanCleanup are among them.
+/// Answers EIO to all numbers of requests near that of a new request. All orphans are among them.
 fn refuse_orphans_near(connection: &Connection, new_number: u64) {
     let distance = NUMBERS_AROUND * NUMBER_STEP;
     let first = new_number.saturating_sub(distance);
