@@ -238,17 +238,7 @@ struct Scope {
     /// The last file that was refused to another job.
     last_refused_file: Option<String>,
 
-    // Writers.
-    /// Living processes that changed something in the scope.
-    living_writers: BTreeSet<u32>,
-    /// All processes that changed something in the scope.
-    writers: BTreeSet<u32>,
-    /// Jobs that still run although their writers have ended successfully, such as a shell script between two commands.
-    idle_jobs: BTreeSet<u32>,
-    /// Jobs that opened files for writing, by path.
-    written_by: BTreeMap<Vec<u8>, u32>,
-    /// Files that were closed by the end of a process, by process. They wait until its exit status is known.
-    closed_by_exit: BTreeMap<u32, Vec<Vec<u8>>>,
+    writers: ScopeWriters,
 
     // State. The flags are independent of each other.
     /// Whether a checkpoint of this name existed before.
@@ -272,6 +262,21 @@ struct Scope {
     operations_under_way: usize,
     /// Counter of changes and of ends of writers. It shows whether the scope has changed since a host published it.
     changes: u64,
+}
+
+/// Processes and jobs that write an open scope.
+#[derive(Debug, Default)]
+struct ScopeWriters {
+    /// Living processes that changed something in the scope.
+    living: BTreeSet<u32>,
+    /// All processes that changed something in the scope.
+    all: BTreeSet<u32>,
+    /// Jobs that still run although their writers have ended successfully, such as a shell script between two commands.
+    idle_jobs: BTreeSet<u32>,
+    /// Jobs that opened files for writing, by path of the file.
+    file_jobs: BTreeMap<Vec<u8>, u32>,
+    /// Files that were closed by the end of a process, by process. They wait until its exit status is known.
+    closed_by_exit: BTreeMap<u32, Vec<Vec<u8>>>,
 }
 
 /// A scope that was committed.
@@ -363,12 +368,7 @@ impl Scope {
             unwritten: BTreeSet::new(),
             open: BTreeMap::new(),
             last_refused_file: None,
-            // Writers.
-            living_writers: BTreeSet::new(),
-            writers: BTreeSet::new(),
-            idle_jobs: BTreeSet::new(),
-            written_by: BTreeMap::new(),
-            closed_by_exit: BTreeMap::new(),
+            writers: ScopeWriters::default(),
             // State.
             existed_before: false,
             event_seen: false,
@@ -420,7 +420,7 @@ impl Scope {
     /// since.
     fn is_complete_removal(&self) -> bool {
         let has_ended =
-            self.operations_under_way == 0 && !self.is_beginning && self.living_writers.is_empty();
+            self.operations_under_way == 0 && !self.is_beginning && self.writers.living.is_empty();
         let has_failed = self.has_failed || self.has_newer_failed;
         has_ended && !has_failed && self.removed_tops == self.tops
     }
@@ -453,13 +453,13 @@ impl Scope {
                 *path = new_path(path);
             }
         }
-        for (path, job) in std::mem::take(&mut self.written_by) {
+        for (path, job) in std::mem::take(&mut self.writers.file_jobs) {
             let path = if is_at_or_below(&path, from) {
                 new_path(&path)
             } else {
                 path
             };
-            self.written_by.insert(path, job);
+            self.writers.file_jobs.insert(path, job);
         }
     }
 
@@ -475,8 +475,8 @@ impl Scope {
 
     /// Adds a living process to the writers of the scope.
     fn add_writer(&mut self, process: u32) {
-        self.living_writers.insert(process);
-        self.writers.insert(process);
+        self.writers.living.insert(process);
+        self.writers.all.insert(process);
     }
 }
 
@@ -602,12 +602,13 @@ impl Machine {
         let rule = &self.rules.rules()[scope.key.rule];
         let newest = self.newest_committed(scope.key.rule, &scope.key.dir);
         let is_write = scope.purpose == ScopePurpose::Write;
-        let living_writers = scope.living_writers.len();
+        let living_writers = scope.writers.living.len();
         // The scope was extended after its event was published. An event cannot be withdrawn, so the hosts must wait
         // for the next one.
         let awaits_event = scope.is_extended && !scope.event_seen && living_writers > 0;
         let extra_open = usize::from(awaits_event);
-        let open_files = scope.open.len() + scope.operations_under_way + scope.closed_by_exit.len();
+        let open_files =
+            scope.open.len() + scope.operations_under_way + scope.writers.closed_by_exit.len();
         let is_removal = !is_write;
         let min_living_writers = usize::from(is_removal);
         let mut needs = Vec::new();
@@ -624,7 +625,7 @@ impl Machine {
             changes: scope.changes,
             open: open_files + extra_open,
             living: living_writers.max(min_living_writers),
-            idle_jobs: scope.idle_jobs.len(),
+            idle_jobs: scope.writers.idle_jobs.len(),
             writers: living_writers,
             writers_before: newest.map_or(0, |newest| newest.writers),
             needs,
@@ -648,10 +649,15 @@ impl Machine {
             return None;
         }
         // A living writer is preferred.
-        let &process = scope.living_writers.iter().chain(&scope.writers).next()?;
+        let &process = scope
+            .writers
+            .living
+            .iter()
+            .chain(&scope.writers.all)
+            .next()?;
         Some(Writer {
             process,
-            is_living: scope.living_writers.contains(&process),
+            is_living: scope.writers.living.contains(&process),
         })
     }
 
@@ -745,7 +751,7 @@ impl Machine {
     /// write again. The other job must have a living writer, or continue between two writers.
     fn file_of_other_job(&self, process: u32, path: &[u8], scope: &Scope) -> Option<Vec<u8>> {
         let own_job = self.job_of(process);
-        for (file, &job) in &scope.written_by {
+        for (file, &job) in &scope.writers.file_jobs {
             if is_at_or_below(file, path) && job != own_job && self.may_job_write_again(job, scope)
             {
                 return Some(file.clone());
@@ -756,9 +762,10 @@ impl Machine {
 
     /// Returns whether a job has a living writer in a scope, or continues between two writers.
     fn may_job_write_again(&self, job: u32, scope: &Scope) -> bool {
-        scope.idle_jobs.contains(&job)
+        scope.writers.idle_jobs.contains(&job)
             || scope
-                .living_writers
+                .writers
+                .living
                 .iter()
                 .any(|&writer| self.job_of(writer) == job)
     }
@@ -821,7 +828,7 @@ impl Machine {
     pub fn is_writer(&self, process: u32) -> bool {
         self.scopes
             .values()
-            .any(|scope| scope.living_writers.contains(&process))
+            .any(|scope| scope.writers.living.contains(&process))
     }
 
     /// Returns the open scope that contains a path.
@@ -919,7 +926,7 @@ impl Machine {
             return Ok(());
         };
         let scope = &self.scopes[&number];
-        if scope.has_failed && !scope.writers.contains(&process) {
+        if scope.has_failed && !scope.writers.all.contains(&process) {
             return Err(Refusal::Failed {
                 rule: self.rules.rules()[scope.key.rule].name.clone(),
             });
@@ -1137,8 +1144,11 @@ impl Machine {
             tops: BTreeSet::from([top.clone()]),
             unwritten: files.clone(),
             files,
-            living_writers: BTreeSet::from([process]),
-            writers: BTreeSet::from([process]),
+            writers: ScopeWriters {
+                living: BTreeSet::from([process]),
+                all: BTreeSet::from([process]),
+                ..ScopeWriters::default()
+            },
             existed_before,
             is_beginning: true,
             ..Scope::new(key.clone(), purpose)
@@ -1360,14 +1370,14 @@ impl Machine {
         if handle != NOT_OPEN {
             scope.open.insert(handle, path.to_vec());
         }
-        scope.written_by.insert(path.to_vec(), job);
+        scope.writers.file_jobs.insert(path.to_vec(), job);
         // The event `idle` means that no file is open. A file is open again, so the scope is no longer complete.
         if matches!(self.rules.rules()[scope.key.rule].event, RuleEvent::Idle) {
             scope.event_seen = false;
         }
         // `enter_operation` has usually made the process a writer. It may have ended since, so it must not become a
         // living writer again.
-        if !scope.writers.contains(&process) {
+        if !scope.writers.all.contains(&process) {
             scope.add_writer(process);
         }
     }
@@ -1410,8 +1420,13 @@ impl Machine {
                 continue;
             }
             match ending {
-                Ending::Exit if scope.living_writers.contains(&process) => {
-                    scope.closed_by_exit.entry(process).or_default().push(path);
+                Ending::Exit if scope.writers.living.contains(&process) => {
+                    scope
+                        .writers
+                        .closed_by_exit
+                        .entry(process)
+                        .or_default()
+                        .push(path);
                 }
                 // If the process has exited, its end was reported before. If it failed, the scope has failed already.
                 Ending::Success | Ending::Exit => self.apply_close(number, &path, actions),
@@ -1447,7 +1462,7 @@ impl Machine {
         };
         let scope = self.scopes.get_mut(&number).expect("found above");
         scope.files.remove(path);
-        scope.written_by.remove(path);
+        scope.writers.file_jobs.remove(path);
         scope.unwritten.remove(path);
         if scope.tops.contains(path) {
             scope.removed_tops.insert(path.to_vec());
@@ -1503,10 +1518,10 @@ impl Machine {
         };
         for number in self.open_scopes() {
             let scope = self.scopes.get_mut(&number).expect("listed above");
-            let was_idle_job = scope.idle_jobs.remove(&process);
-            let was_writer = scope.living_writers.remove(&process);
+            let was_idle_job = scope.writers.idle_jobs.remove(&process);
+            let was_writer = scope.writers.living.remove(&process);
             if was_writer {
-                scope.idle_jobs.extend(surviving_job);
+                scope.writers.idle_jobs.extend(surviving_job);
             }
             if scope.is_ending {
                 continue;
@@ -1532,7 +1547,11 @@ impl Machine {
         let scope = self.scopes.get_mut(&number).expect("the scope is open");
         scope.has_failed |= ending != Ending::Success;
         scope.changes += 1;
-        let closed_files = scope.closed_by_exit.remove(&process).unwrap_or_default();
+        let closed_files = scope
+            .writers
+            .closed_by_exit
+            .remove(&process)
+            .unwrap_or_default();
         if ending == Ending::Success {
             for path in closed_files {
                 self.apply_close(number, &path, actions);
@@ -1540,7 +1559,7 @@ impl Machine {
         }
         // One writer less is required now, so the conditions may be met.
         let scope = &self.scopes[&number];
-        if scope.purpose == ScopePurpose::Write && !scope.living_writers.is_empty() {
+        if scope.purpose == ScopePurpose::Write && !scope.writers.living.is_empty() {
             self.try_commit(number, actions);
         }
         self.end_if_abandoned(number, actions);
@@ -1555,7 +1574,7 @@ impl Machine {
         let Some(scope) = self.scopes.get(&number) else {
             return;
         };
-        let is_abandoned = scope.living_writers.is_empty() && scope.operations_under_way == 0;
+        let is_abandoned = scope.writers.living.is_empty() && scope.operations_under_way == 0;
         if !is_abandoned || scope.is_ending || scope.is_beginning {
             return;
         }
@@ -1596,7 +1615,7 @@ impl Machine {
             self.try_commit(number, actions);
         }
         let scope = &self.scopes[&number];
-        let may_job_write_more = !scope.has_failed && !scope.idle_jobs.is_empty();
+        let may_job_write_more = !scope.has_failed && !scope.writers.idle_jobs.is_empty();
         if !scope.is_ending && !may_job_write_more {
             let reason = self.reason_of_abort(number);
             self.abort_scope(number, &reason, actions);
@@ -1688,7 +1707,7 @@ impl Machine {
         if !scope.event_seen {
             return Some(rule.describe_event());
         }
-        if !scope.closed_by_exit.is_empty() {
+        if !scope.writers.closed_by_exit.is_empty() {
             return Some("the end of a process that had files open".to_owned());
         }
         if let Some(path) = scope.open.values().next() {
@@ -1716,13 +1735,13 @@ impl Machine {
         let required = match need.count {
             RequiredCount::Renewed => {
                 // If all writers have ended well, they did not intend to write more files.
-                let is_missing = found > 0 && !scope.living_writers.is_empty();
+                let is_missing = found > 0 && !scope.writers.living.is_empty();
                 return is_missing.then(|| describe_not_renewed(found, need));
             }
             RequiredCount::Number(number) => number,
             RequiredCount::Writers => {
                 let writers_before = newest.map_or(0, |newest| newest.writers);
-                scope.living_writers.len().max(writers_before)
+                scope.writers.living.len().max(writers_before)
             }
             RequiredCount::Same => newest.map_or(0, |newest| newest.count_for(need, is_dir)),
         };
@@ -1802,7 +1821,7 @@ impl Machine {
             .cloned()
             .collect();
         let committed = CommittedScope {
-            writers: scope.living_writers.len(),
+            writers: scope.writers.living.len(),
             tops: remaining_tops,
             files: scope.files,
             key: scope.key,
@@ -1959,7 +1978,7 @@ impl Machine {
     pub fn living_writers(&self, number: ScopeNumber) -> Vec<u32> {
         match self.scopes.get(&number) {
             Some(scope) if scope.purpose == ScopePurpose::Write => {
-                scope.living_writers.iter().copied().collect()
+                scope.writers.living.iter().copied().collect()
             }
             _ => Vec::new(),
         }
