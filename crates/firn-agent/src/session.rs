@@ -217,6 +217,7 @@ impl<'a, T: Transport> Session<'a, T> {
                 let listed = listed.map_err(|error| self.mark_stale_if_unmounted(error));
                 return self.answer_list(&path, listed);
             }
+            // Requests of hosts that are partners of each other.
             Request::Adopt { host } => self.start_following(&host),
             Request::Follow { host } => {
                 let followed = self.follow(host);
@@ -226,6 +227,7 @@ impl<'a, T: Transport> Session<'a, T> {
             Request::Note { text } => self.set_partner_note(&text),
             // A heartbeat: the request itself shows that the partner is alive.
             Request::Beat => Ok(Reply::Done),
+            // Requests of a puller about the bytes of open files.
             Request::Read {
                 file,
                 offset,
@@ -249,7 +251,7 @@ impl<'a, T: Transport> Session<'a, T> {
                 file,
                 offset,
                 bytes,
-            } => self.sum(FileRange::new(file, offset, bytes)),
+            } => self.compute_checksum(FileRange::new(file, offset, bytes)),
             Request::Check { file } => self.check(file),
             Request::Release { file } => Ok(self.release(file)),
             Request::Hello(_) | Request::Ready => {
@@ -521,8 +523,8 @@ impl<'a, T: Transport> Session<'a, T> {
         Ok(Reply::Exposed(exposed))
     }
 
-    /// Computes the checksum of a range of a held file.
-    fn sum(&mut self, range: FileRange) -> Result<Reply, SourceError> {
+    /// Answers `Sum` with the checksum of a range of a held file. A range beyond the end of the file is clamped to it.
+    fn compute_checksum(&mut self, range: FileRange) -> Result<Reply, SourceError> {
         check_range(range.bytes)?;
         let Self { origin, files, .. } = self;
         let (Some(origin), Some(file)) = (origin, files.get_mut(&range.file_number)) else {

@@ -174,25 +174,16 @@ impl Policy for CopyHeld<'_> {
     /// Decides whether to copy one unit of the source, the host of which this host keeps copies. A unit is a name in
     /// the source's mount with everything below it. If it is to be copied, reserves the space.
     ///
-    /// If this host already has a copy:
-    /// * The source has lost the memory from which it was made: the copy is kept, and the unit is not copied, if the
-    ///   copy has files that exist nowhere else.
-    /// * The copy still has the same bytes: the copy is marked again, and the unit is not copied.
+    /// The unit is not copied if [`Self::plan_to_keep`] keeps an earlier copy, or if there is no space.
     fn plan_copy(
         &mut self,
         connection: &mut FollowConnection,
         unit: &Unit,
     ) -> Result<CopyPlan<SpaceReservation>, PullError> {
-        if let Some(copy) = self.service.copies.find_copy(self.source, &unit.name) {
-            let is_of_lost_arena = copy.record.arena != connection.firnd.arena;
-            if is_of_lost_arena {
-                if self.has_unique_files(&copy, unit, connection)? {
-                    return Ok(CopyPlan::Refuse(self.explain_kept_copy(&unit.name)));
-                }
-            } else if let Some(entries) = self.revalidate_copy(&copy, &unit.name, connection)? {
-                connection.mark_copied(&unit.name, &entries)?;
-                return Ok(CopyPlan::Skip);
-            }
+        if let Some(copy) = self.service.copies.find_copy(self.source, &unit.name)
+            && let Some(plan) = self.plan_to_keep(&copy, unit, connection)?
+        {
+            return Ok(plan);
         }
         let bytes = stored_bytes(&unit.entries);
         let reservation = match self.service.copies.reserve(bytes) {
@@ -355,6 +346,29 @@ impl Policy for CopyHeld<'_> {
 }
 
 impl CopyHeld<'_> {
+    /// Returns a plan if an earlier copy of a unit must remain; `None` if a new copy is to replace it.
+    ///
+    /// There are two reasons to keep a copy:
+    /// * The source has lost the memory (the arena) from which it was made, and it has files that exist nowhere else.
+    /// * It still has the same bytes as the unit. The files are then marked as copied again.
+    fn plan_to_keep(
+        &mut self,
+        copy: &PartnerCopy,
+        unit: &Unit,
+        connection: &mut FollowConnection,
+    ) -> Result<Option<CopyPlan<SpaceReservation>>, PullError> {
+        let is_of_lost_arena = copy.record.arena != connection.firnd.arena;
+        if is_of_lost_arena {
+            let must_keep = self.has_unique_files(copy, unit, connection)?;
+            return Ok(must_keep.then(|| CopyPlan::Refuse(self.explain_kept_copy(&unit.name))));
+        }
+        let Some(entries) = self.revalidate_copy(copy, &unit.name, connection)? else {
+            return Ok(None);
+        };
+        connection.mark_copied(&unit.name, &entries)?;
+        Ok(Some(CopyPlan::Skip))
+    }
+
     /// Whether a copy of a unit that the source no longer has in memory can be removed without a loss of bytes.
     ///
     /// If the source still has the same memory (*arena*), it has written the unit to the served directory (the

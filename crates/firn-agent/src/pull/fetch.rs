@@ -160,6 +160,23 @@ impl OpenFile {
         }
     }
 
+    /// Records the reply to `Open`: the file's size and number of changes at the agent. Opens the file in the staging
+    /// directory.
+    fn set_opened(
+        &mut self,
+        staging: &Staging,
+        bytes: u64,
+        changes: Option<u64>,
+    ) -> Result<(), PullError> {
+        self.bytes = bytes;
+        self.open_staged(staging)?;
+        // If the file was changed between the list and the `Open`, the result of the pull names it as changed.
+        self.is_newer = self.to_fetch.entry.is_older_than(changes);
+        self.incomplete_blocks = bytes.div_ceil(BLOCK_BYTES);
+        self.to_fetch.bytes = bytes;
+        Ok(())
+    }
+
     /// Opens the file in the staging directory. The size at the source must be known.
     fn open_staged(&mut self, staging: &Staging) -> Result<(), PullError> {
         let path = &self.to_fetch.entry.path;
@@ -453,12 +470,7 @@ impl<'a, 't> Fetch<'a, 't> {
         self.state.check_size(expected_bytes, bytes)?;
         let staging = self.staging;
         let file = self.open_file(file_number);
-        file.bytes = bytes;
-        file.open_staged(staging)?;
-        // If the file was changed between the list and the `Open`, the result of the pull names it as changed.
-        file.is_newer = file.to_fetch.entry.is_older_than(changes);
-        file.incomplete_blocks = bytes.div_ceil(BLOCK_BYTES);
-        file.to_fetch.bytes = bytes;
+        file.set_opened(staging, bytes, changes)?;
         let is_empty = file.incomplete_blocks == 0;
         self.state.correct_size(expected_bytes, bytes);
         // An empty file has no block, so its `Check` is sent now. Otherwise it follows the last block.
