@@ -263,7 +263,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         );
     }
 
-    /// Notes that the caller of a request got a signal.
+    /// Records that the caller of a request got a signal.
     pub(crate) fn interrupt(&self, unique: u64) {
         tracing::trace!(unique, "interrupt");
         self.replies.unanswered.interrupt(unique);

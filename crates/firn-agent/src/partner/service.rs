@@ -50,11 +50,11 @@ pub(crate) struct PartnerService {
 #[derive(Default)]
 struct ServiceState {
     chosen: Option<ChosenPartner>,
-    /// Whether the partner has marked all held files at some moment since it was chosen.
+    /// Whether the partner had marked all held files at some time since it was chosen.
     has_marked_all: bool,
     /// Hosts that follow this one, each with the number of its current registration.
     followers: BTreeMap<String, u64>,
-    /// Formers that were told to drop their copies.
+    /// Former partners that were notified to drop their copies.
     dismissed: BTreeSet<String>,
     /// Number of the last registration.
     last_registration: u64,

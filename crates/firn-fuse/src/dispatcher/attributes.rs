@@ -153,7 +153,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 }
 
-/// Names the inode that a request changes, for its note in the arena.
+/// Names the inode that a request changes, for its record in the arena.
 pub(super) fn change_of_inode(inode: InodeId) -> RequestObjects {
     RequestObjects {
         node: Some(inode),

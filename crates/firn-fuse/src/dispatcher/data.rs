@@ -367,7 +367,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 
     /// Answers a copy_file_range(2). Always runs on a worker: without reflinks the backing (the directory below the
-    /// mount) copies the bytes, which may take long. The change passes the gate, which makes changes wait for
+    /// mount) copies the bytes, which may take long. The change takes a pass of the gate, which makes changes wait for
     /// transactions.
     pub(super) fn copy_range(&self, caller: Caller, copy: CopyRange, reply: Reply<R>) {
         let target_inode = copy.to_inode;

@@ -296,7 +296,7 @@ struct LockedAppend<B: Backing, R: Responder> {
     lock_owner: Owner,
     process: Process,
     data: Vec<u8>,
-    /// The note of an earlier firnd that has begun the same append.
+    /// The record of an earlier firnd that has begun the same append.
     earlier_attempt: Option<EarlierAttempt>,
     answer: AppendAnswer<B, R>,
 }
@@ -332,7 +332,7 @@ impl<B: Backing, R: Responder> LockedAppend<B, R> {
     }
 
     /// Writes the bytes to the end of the file, unless an earlier firnd (which served this mount and died) has done so.
-    /// `earlier_attempt` is that firnd's note of the same request. Called with the lock of the file's end.
+    /// `earlier_attempt` is that firnd's record of the same request. Called with the lock of the file's end.
     fn write(&mut self) -> Result<Appended, Errno> {
         // There are three cases: a new append; one that was begun, with an offset; and one that is done.
         let earlier_offset = self

@@ -160,7 +160,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             self.change_to_report(|| WatchedChange::Remove(child.parent, child.name.clone()));
         self.run_reported_change(caller, child.parent, to_report, move |engine, reporter| {
             let names = &engine.namespace;
-            // The note says which object has the name now, so that a repeated request does not remove a later one.
+            // The record says which object has the name now, so that a repeated request does not remove a later one.
             let earlier_attempt = reply.find_attempt_or_record(engine, || RequestObjects {
                 subject: names.identify_name(child.parent, &child.name),
                 ..RequestObjects::default()
@@ -202,8 +202,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
         self.run_reported_change(caller, from.parent, to_report, move |engine, reporter| {
             let names = &engine.namespace;
-            // The note says which objects have the names now. If the request is repeated, these tell whether the rename
-            // was made.
+            // The record says which objects have the names now. If the request is repeated, these show whether the
+            // rename was made.
             let earlier_attempt = reply.find_attempt_or_record(engine, || RequestObjects {
                 subject: names.identify_name(from.parent, &from.name),
                 other: names.identify_name(to.parent, &to.name),

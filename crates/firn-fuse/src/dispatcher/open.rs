@@ -234,7 +234,7 @@ fn record_handle<B: Backing, R: Responder>(
 /// sends the request again because the serving process died before it answered.
 ///
 /// If the dead process made the file, O_EXCL would make the repeated open fail. So O_EXCL and O_TRUNC are left out, and
-/// that file is opened. A note of this request is stored in shared memory for the next such case.
+/// that file is opened. The request is recorded in shared memory for the next such case.
 fn flags_to_create<B: Backing, R: Responder>(
     engine: &Engine<B>,
     new_file: CreatedObject<'_>,
