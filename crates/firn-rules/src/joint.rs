@@ -165,7 +165,8 @@ pub type Obstacle<'a> = &'a dyn Fn(&BTreeMap<String, HostState>) -> Option<Strin
 /// caller takes the step, looks at the shared state again, and calls again.
 ///
 /// A decision is carried out first. Without one, a dead host or a failed writer leads to an abort, and an open attempt
-/// to commit is continued. Otherwise the host publishes the event and the state of its part before it begins an attempt.
+/// to commit is continued. Otherwise the host publishes the event and the state of its part, and then begins an
+/// attempt.
 ///
 /// `view` is the shared state as read by this host, and `own` its own part. `dead` are the hosts that have died.
 /// `obstacle` says why the parts do not allow the commit.

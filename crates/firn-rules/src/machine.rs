@@ -1872,18 +1872,9 @@ impl Machine {
         let mut committed = self.committed_in(rule, dir, names);
         let mut earlier: Vec<(StepOrder, CommittedScope)> = Vec::new();
         for path in names {
-            let Some(found) = found_scope_of(path, rule) else {
+            let Some((found, key)) = self.scope_of_name(path, rule, dir) else {
                 continue;
             };
-            // Another rule may claim this name: the rule with the shortest top decides.
-            let Some(AssignedScope { key, .. }) = self.scope_for_path(path) else {
-                continue;
-            };
-            let is_top_in_dir = found.dir == dir && found.top == path.path();
-            let is_of_other_rule = key.rule != rule;
-            if !is_top_in_dir || is_of_other_rule {
-                continue;
-            }
             let mut listed = committed
                 .iter_mut()
                 .chain(earlier.iter_mut().map(|(_, scope)| scope));
@@ -1905,6 +1896,21 @@ impl Machine {
             earlier.into_iter().map(|(_, scope)| scope).collect();
         complete.append(&mut committed);
         complete
+    }
+
+    /// Returns the scope of which `path` is a name in the directory, and its key. Returns `None` if the name is in no
+    /// scope of this rule.
+    fn scope_of_name<'p>(
+        &self,
+        path: &'p LocatedPath,
+        rule: usize,
+        dir: &[u8],
+    ) -> Option<(&'p FoundScope, ScopeKey)> {
+        let found = found_scope_of(path, rule)?;
+        // Another rule may claim this name: the rule with the shortest top decides.
+        let AssignedScope { key, .. } = self.scope_for_path(path)?;
+        let is_name_in_dir = found.dir == dir && found.top == path.path();
+        (is_name_in_dir && key.rule == rule).then_some((found, key))
     }
 
     /// Returns the scopes of a rule in a directory that this machine saw committed, without the tops that are not in
