@@ -201,9 +201,9 @@ impl Read {
 
 /// A buffer whose reads are all complete.
 pub struct FilledBuffer {
-    /// The number that was passed to [`Endpoint::read_into_buffer`].
+    /// The number that was passed to [`Endpoint::land`].
     pub number: u64,
-    /// The buffer that was passed to [`Endpoint::read_into_buffer`].
+    /// The buffer that was passed to [`Endpoint::land`].
     pub buffer: Buffer,
 }
 
@@ -473,12 +473,7 @@ impl Endpoint {
     /// identifies it.
     ///
     /// A read that exceeds the provider's maximum is split. Reads that cannot be begun at once are queued.
-    pub fn read_into_buffer(
-        &mut self,
-        number: u64,
-        buffer: Buffer,
-        reads: Vec<Read>,
-    ) -> Result<(), OfiError> {
+    pub fn land(&mut self, number: u64, buffer: Buffer, reads: Vec<Read>) -> Result<(), OfiError> {
         let read_bytes_max = self.objects.read_bytes_max();
         let mut split_reads = Vec::with_capacity(reads.len());
         for read in reads {

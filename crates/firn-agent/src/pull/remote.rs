@@ -263,7 +263,7 @@ impl FabricReader {
         };
         self.pending.insert(staging_buffer, pending);
         self.endpoint
-            .read_into_buffer(u64::from(staging_buffer), buffer, answer.reads)
+            .land(u64::from(staging_buffer), buffer, answer.reads)
     }
 
     /// Returns a block that was read completely, or `None` if there is none now. If `may_wait`, first waits up to

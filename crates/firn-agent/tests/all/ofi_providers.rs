@@ -108,7 +108,7 @@ fn memory_is_read_whole_and_in_pieces_with_a_window_of_reads() {
                 let reads = reads.map(|into| region.read((next + into.start) as u64, into));
                 let reads: Result<Vec<_>, _> = reads.collect();
                 endpoint
-                    .read_into_buffer(next as u64, buffer, reads.expect("within"))
+                    .land(next as u64, buffer, reads.expect("within"))
                     .expect("begun");
                 next += bytes;
                 continue;
@@ -159,7 +159,7 @@ fn a_wrong_key_and_bytes_beyond_the_region_are_refused() {
         let false_region = RemoteRegion::check(&region).expect("it can be");
         let buffer = buffers.pop().expect("a buffer");
         let read = false_region.read(0, 0..BUFFER).expect("within");
-        let landing = endpoint.read_into_buffer(1, buffer, vec![read]);
+        let landing = endpoint.land(1, buffer, vec![read]);
         let refused = landing.and_then(|()| endpoint.poll(TEST_TIMEOUT, STALL_TIMEOUT).map(|_| ()));
         let error = refused.expect_err("memory that is not exposed is not read");
         println!("{region:?}: {error}");
@@ -170,7 +170,7 @@ fn a_wrong_key_and_bytes_beyond_the_region_are_refused() {
     let region = RemoteRegion::check(&real).expect("it can be");
     let read = region.read(77, 0..1000).expect("within");
     endpoint
-        .read_into_buffer(2, buffers.pop().expect("a buffer"), vec![read])
+        .land(2, buffers.pop().expect("a buffer"), vec![read])
         .expect("begun");
     let landed = endpoint
         .poll(TEST_TIMEOUT, STALL_TIMEOUT)
@@ -226,7 +226,7 @@ fn a_host_that_is_gone_is_an_error_in_time() {
     let mut result = Ok(None);
     for (number, buffer) in buffers.drain(..).enumerate() {
         let read = region.read(0, 0..BUFFER).expect("within");
-        if let Err(error) = endpoint.read_into_buffer(number as u64, buffer, vec![read]) {
+        if let Err(error) = endpoint.land(number as u64, buffer, vec![read]) {
             result = Err(error);
             break;
         }
