@@ -257,7 +257,7 @@ pub fn begin_handshake<T: Transport>(
             let credential = munge.wrap(&new_key, deadline)?;
             (new_key, Some(credential))
         }
-        // Over ssh there is no shared secret: ssh has authenticated both sides, so a fixed public key is enough.
+        // Over ssh there is no shared secret: ssh has authenticated both sides, so a fixed known key is enough.
         None => (inputs.key.unwrap_or(&FIXED_KEY_OVER_SSH).clone(), None),
     };
     let mut hello = hello_without_exchange(inputs.side, credential);

@@ -8,7 +8,7 @@
 //! Terms
 //! * *arena*: the shared memory of a mount, for bytes that are not yet in the served directory. Its *data region* has
 //!   only bytes of files.
-//! * *chunk list*: says where each byte of a file is. While a process has one, the listed bytes do not change.
+//! * *chunk list*: says where each byte of a file is. While a process has one, these bytes in memory do not change.
 
 use std::time::Instant;
 

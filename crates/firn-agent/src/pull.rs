@@ -219,7 +219,8 @@ pub fn pull(
 /// Returns the error of a connection if the pull must not connect again: because another connection would fail too, or
 /// because no block has arrived for `request.patience`.
 ///
-/// If only libfabric has failed, connects again in any case, and sets `data_transport` to the connection itself.
+/// If another connection may succeed and only libfabric has failed, which was not required, sets `data_transport` to
+/// the connection itself. The pull then connects again, however long ago the last block arrived.
 fn check_retry(
     error: PullError,
     request: &PullRequest,

@@ -448,7 +448,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 
     /// Runs an open after the object has *settled*: changes by ended writers that are about to be dropped have been
-    /// dropped. A worker waits for that if necessary; otherwise the open runs at once.
+    /// dropped. A worker waits for that if necessary; otherwise the open runs without a wait.
     ///
     /// A look-up must not wait for the drop: the kernel holds the directory's lock during a look-up, and needs the same
     /// lock to drop names of the directory from its cache.

@@ -14,7 +14,7 @@
 //! | request | pass | why |
 //! |---|---|---|
 //! | write(2), direct access | [`Gate::enter`] | the bytes remain in memory, so a prepared transaction permits them |
-//! | truncation, fallocate(2), copy, a write that changes the backing first | [`Gate::enter_change`] | it changes |
+//! | truncation, fallocate(2), copy, write that changes the backing first | [`Gate::enter_change`] | backing changes |
 //! | change of names or attributes | none | the backing itself makes the change wait, [`Gate::holds_up_changes`] |
 //! | read | none | nothing changes |
 //!
@@ -22,6 +22,7 @@
 //! * No thread that holds a [`Pass`] waits for the outcome of a transaction. Otherwise both would wait for ever: to
 //!   quiesce a directory, the gate waits until all passes below it are returned.
 //! * A change waits only while a directory above the changed object is quiesced.
+//! * A change never has to wait while it holds a pass.
 
 use std::ffi::OsStr;
 use std::ops::Range;

@@ -594,10 +594,10 @@ impl Machine {
     /// Returns the state of this host's part of a scope (the files of one checkpoint that several hosts write). The
     /// host publishes it to the other hosts.
     ///
-    /// The published state has no field for two cases. Both are expressed by a count that is one too high:
+    /// The published state has no field for two cases. Both are expressed by a count that is too high:
     /// * The scope waits for another event: one more open file. The hosts commit only without open files.
-    /// * The scope is a removal, which waits for a newer checkpoint: one living writer. The hosts abort only without
-    ///   living writers.
+    /// * The scope is a removal, which waits for a newer checkpoint: one living writer if there is none. While a writer
+    ///   lives, the hosts do not abort a scope because it is incomplete.
     fn host_state(&self, scope: &Scope) -> HostState {
         let rule = &self.rules.rules()[scope.key.rule];
         let newest = self.newest_committed(scope.key.rule, &scope.key.dir);

@@ -197,7 +197,7 @@ impl<'a> Chooser<'a> {
                 Answer::Refuses(reason) => failure = reason,
             }
         }
-        // The last host is still chosen. No host must be, because a late one would become the partner now.
+        // A host that was asked may still be chosen. None must be, because a late one would become the partner now.
         self.service.choose(None);
         self.set_note(&failure);
         false

@@ -32,8 +32,8 @@ thread_local! {
 /// A close(2) under way. [`Dispatcher::flush`] lists its five steps; step 1 is the release of locks.
 struct PendingClose<B: Backing, R: Responder> {
     engine: Arc<Engine<B>>,
-    /// Whether this is the last close for writing. The backing (the directory that the mount serves) may have further
-    /// work for such a file.
+    /// Whether the backing (the directory that the mount serves) has further work for the file after this close, the
+    /// last one for writing.
     finishes_file: bool,
     /// Whether mappings of the file may have stored bytes that the engine has not seen yet.
     may_have_mapping_stores: bool,
@@ -151,9 +151,9 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
 
     /// Answers a write. On a mount with cluster-wide locks, an append first acquires the lock of the file's end.
     ///
-    /// All writes go through [`WriteQueue::write`](crate::stall::WriteQueue::write), which queues only those that find
-    /// no room. With a call slot (the right to make a call that may hang) this thread writes. Without one, another
-    /// thread does, unless the write needs only memory.
+    /// Any other write goes through [`WriteQueue::write`](crate::stall::WriteQueue::write), which queues it if it finds
+    /// no room or if other writes are queued. With a call slot (the right to make a call that may hang) this thread
+    /// writes. Without one, another thread does, unless the write needs only memory.
     pub(super) fn write(&self, caller: Caller, write: Write<'_>, reply: Reply<R>) {
         let data = write.data;
         let target = Target {

@@ -350,8 +350,8 @@ impl<R: Responder> Opener<R> {
     /// * `Direct`: the engine, without the kernel's page cache.
     /// * `Cached`, `CachedKeep`: the engine, through the page cache. `CachedKeep` retains the pages of earlier handles.
     /// * `Passthrough`: the kernel itself, from the file below the mount or from a memory file with all bytes.
-    /// * `PassthroughMappings`: the kernel itself for mappings, and the engine for reads and writes. A writer gets this
-    ///   mode, because the engine must see its writes.
+    /// * `PassthroughMappings`: the kernel itself for mappings, and the engine for reads and writes. A writer of a
+    ///   file in a memory file gets this mode, because the engine must see its writes.
     ///
     /// If the kernel refuses passthrough, notifies the engine and returns `Direct`.
     fn choose_mode<B: Backing>(
