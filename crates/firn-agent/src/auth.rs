@@ -47,8 +47,8 @@ use crate::transport::Transport;
 pub(crate) const KEY_BYTES: usize = 32;
 /// Prefix of the prologue. With it, a handshake of another protocol or version is refused even if the key is the same.
 const CONTEXT: &[u8] = b"firn-agent 6 ";
-/// Shared key of connections over pipes. It is not secret.
-const PIPES_KEY: Key = Key([0; KEY_BYTES]);
+/// Shared key of connections over the pipes of ssh. It is not secret: ssh has authenticated both sides.
+const FIXED_KEY_OVER_SSH: Key = Key([0; KEY_BYTES]);
 
 /// The secret that agent and puller share: 256 random bits.
 #[derive(Clone, PartialEq, Eq)]
@@ -136,15 +136,15 @@ pub fn answer_handshake<T: Transport>(
     inputs: &HandshakeInputs<'_>,
     deadline: Instant,
 ) -> Result<(), WireError> {
-    answer_handshake_with(link, inputs, deadline, &mut || {})
+    answer_handshake_with_hello_callback(link, inputs, deadline, &mut || {})
 }
 
 /// Carries out the agent's side of the handshake: the agent serves the files of a mount to the other side, the puller.
 /// Afterwards messages on `link` are encrypted, and the puller has proved that it has the key.
 ///
 /// Calls `on_hello` when a whole hello, the puller's first message, has arrived. An error ends the connection; the
-/// puller is told the reason if it can act on it.
-pub(crate) fn answer_handshake_with<T: Transport>(
+/// puller is told the reason if it can act on it. `NoHello` means an unexpected message: first, or instead of `Ready`.
+pub(crate) fn answer_handshake_with_hello_callback<T: Transport>(
     link: &mut Link<T>,
     inputs: &HandshakeInputs<'_>,
     deadline: Instant,
@@ -211,7 +211,7 @@ fn shared_key(
     match (&hello.credential, inputs.munge) {
         (Some(credential), Some(munge)) => munge.unwrap(credential, deadline),
         (Some(_), None) => Err(WireError::MungeUnwanted),
-        (None, _) => Ok(inputs.key.unwrap_or(&PIPES_KEY).clone()),
+        (None, _) => Ok(inputs.key.unwrap_or(&FIXED_KEY_OVER_SSH).clone()),
     }
 }
 
@@ -244,7 +244,8 @@ fn send_rejection<T: Transport>(
 /// Carries out the puller's side of the handshake: the puller copies files from the other side, the agent. Afterwards
 /// messages on `link` are encrypted, and the agent has proved that it has the key.
 ///
-/// The key is that of `inputs`; with MUNGE, a new one within a credential that only the same user can open.
+/// The shared key comes from `inputs`. With MUNGE (an authentication daemon on all hosts), the puller makes a new key
+/// and sends it in a credential, which only the same user can decrypt.
 pub fn begin_handshake<T: Transport>(
     link: &mut Link<T>,
     inputs: &HandshakeInputs<'_>,
@@ -256,13 +257,14 @@ pub fn begin_handshake<T: Transport>(
             let credential = munge.wrap(&new_key, deadline)?;
             (new_key, Some(credential))
         }
-        // Over pipes there is no shared key: ssh has authenticated both sides, so a known key is enough.
-        None => (inputs.key.unwrap_or(&PIPES_KEY).clone(), None),
+        // Over ssh there is no shared secret: ssh has authenticated both sides, so a fixed known key is enough.
+        None => (inputs.key.unwrap_or(&FIXED_KEY_OVER_SSH).clone(), None),
     };
     let mut hello = hello_without_exchange(inputs.side, credential);
     let mut exchange = Exchange::begin(&key.0, &prologue(&hello));
     let own_message = exchange.write(&[])?;
-    // The hello carries this message of the key exchange in two fields.
+    // The hello carries this message of the key exchange in two fields: the ephemeral public key in `nonce` (the
+    // field's name in the protocol), and the tag.
     let (public_key, tag) = own_message.split_at(hello.nonce.len());
     hello.nonce.copy_from_slice(public_key);
     hello.tag.copy_from_slice(tag);

@@ -96,8 +96,8 @@ impl DataCipher {
         Ok(())
     }
 
-    /// Encrypts a range of an open file and sends it in as many records as it needs. Fails if the file is shorter: its
-    /// list of pieces is then wrong.
+    /// Encrypts a range of an open file and sends it in as many records as it needs. Fails with `InvalidData` if the
+    /// file ends before the range does.
     pub(crate) fn send_file<T: Transport>(
         &mut self,
         transport: &mut T,
@@ -110,7 +110,7 @@ impl DataCipher {
             let unsent_bytes = usize::try_from(range.end - offset).unwrap_or(usize::MAX);
             let bytes_max = unsent_bytes.min(PLAIN_BYTES_MAX);
             match rustix::io::pread(file, self.plain_part(bytes_max), offset) {
-                // The chunk list, which says where the bytes are, has a piece beyond the end of the file.
+                // The file ends before the range does.
                 Ok(0) => return Err(io::ErrorKind::InvalidData.into()),
                 Ok(count) => {
                     self.send_record(transport, count, deadline)?;

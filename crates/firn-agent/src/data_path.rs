@@ -1,10 +1,14 @@
 //! The two ways by which a host sends the bytes of a file to another host.
 //!
-//! The *agent* answers requests for ranges of files. The *puller*, on the other host, sends these requests. Bytes that
-//! are not in the served directory yet are in the *arena*, a shared memory; its *data region* has files' bytes only.
+//! The *agent* answers requests for ranges of files. The *puller*, on the other host, sends these requests.
 //!
-//! [`DataPath`] is the interface. With [`InlineAnswer`] the bytes follow on the connection. With [`PlacedAnswer`] the
+//! [`DataPath`] is the interface. With [`StreamAnswer`] the bytes follow on the connection. With [`AddressAnswer`] the
 //! agent sends their addresses, and the puller reads them by libfabric (RDMA).
+//!
+//! Terms
+//! * *arena*: the shared memory of a mount, for bytes that are not yet in the served directory. Its *data region* has
+//!   only bytes of files.
+//! * *chunk list*: says where each byte of a file is. While a process has one, these bytes in memory do not change.
 
 use std::time::Instant;
 
@@ -16,8 +20,7 @@ use crate::link::Link;
 use crate::message::{BLOCK_BYTES, Reply};
 use crate::transport::Transport;
 
-/// A range of the arena's data region. It does not change while the agent holds the chunk list of its file, by which
-/// firnd, the process that serves the mount, keeps the file's bytes in memory.
+/// A range of the arena's data region. Its bytes do not change while the agent has the chunk list of its file.
 pub(crate) struct MemoryPart<'a> {
     /// Offset from the start of the data region.
     pub(crate) region_offset: u64,
@@ -25,18 +28,19 @@ pub(crate) struct MemoryPart<'a> {
     pub(crate) bytes: &'a [u8],
 }
 
-/// Sends one answer. The caller passes the parts of the answer in their order, and then calls `end` once.
+/// Sends the bytes of one answer. The caller passes the parts of the answer in their order, and then calls `end` once.
 pub(crate) trait DataPath<T> {
-    /// Sends parts in memory. They must not change while their chunk list is held.
-    fn send_memory(
+    /// Sends parts of the arena, if possible without a copy. The caller must have the chunk list of their file until
+    /// the answer has ended, so that the bytes do not change.
+    fn send_arena_parts(
         &mut self,
         link: &mut Link<T>,
-        arena: ArenaFile<'_>,
+        arena_file: ArenaFile<'_>,
         parts: &[MemoryPart<'_>],
     ) -> Result<(), WireError>;
 
-    /// Sends bytes that were read into a buffer.
-    fn send_copy(&mut self, link: &mut Link<T>, bytes: &[u8]) -> Result<(), WireError>;
+    /// Sends bytes that were read into a buffer. The buffer may change after the call.
+    fn send_buffer(&mut self, link: &mut Link<T>, bytes: &[u8]) -> Result<(), WireError>;
 
     /// Sends a run of `bytes` zeros. Only their number is transferred.
     fn send_zeros(&mut self, link: &mut Link<T>, bytes: u64) -> Result<(), WireError>;
@@ -55,18 +59,18 @@ pub(crate) fn send_bytes_or_zeros<T>(
     if bytes.iter().all(|byte| *byte == 0) {
         data_path.send_zeros(link, bytes.len() as u64)
     } else {
-        data_path.send_copy(link, bytes)
+        data_path.send_buffer(link, bytes)
     }
 }
 
 /// Sends the bytes of an answer over the connection, after the messages that announce them.
-pub(crate) struct InlineAnswer {
+pub(crate) struct StreamAnswer {
     /// Hasher for the MAC; `None` if bytes are encrypted.
     hasher: Option<BlockHasher>,
     deadline: Instant,
 }
 
-impl InlineAnswer {
+impl StreamAnswer {
     /// Begins an answer.
     pub(crate) fn begin(hasher: Option<BlockHasher>, deadline: Instant) -> Self {
         Self { hasher, deadline }
@@ -79,29 +83,28 @@ impl InlineAnswer {
     }
 }
 
-impl<T: Transport> DataPath<T> for InlineAnswer {
-    /// Sends a message with the number of bytes, and then the bytes from the file of the arena (the shared memory of
-    /// the mount), without a copy. The caller holds the chunk list of the file, so the bytes do not change.
-    fn send_memory(
+impl<T: Transport> DataPath<T> for StreamAnswer {
+    /// Sends a message with the number of bytes, and then the bytes, without a copy, from `arena_file` (the shared
+    /// memory of the mount). The caller has the file's chunk list, a lock that keeps the bytes from changing.
+    fn send_arena_parts(
         &mut self,
         link: &mut Link<T>,
-        arena: ArenaFile<'_>,
+        arena_file: ArenaFile<'_>,
         parts: &[MemoryPart<'_>],
     ) -> Result<(), WireError> {
         let total_bytes = parts.iter().map(|part| part.bytes.len() as u64).sum();
         link.send(&Reply::Bytes { bytes: total_bytes }, self.deadline)?;
         for part in parts {
-            let file_offset = arena.region_start + part.region_offset;
+            let file_offset = arena_file.region_start + part.region_offset;
             let part_bytes = part.bytes.len() as u64;
-            link.send_file(arena.file, file_offset, part_bytes, self.deadline)?;
-            // The bytes are hashed after the call, while the network sends them. Their chunk list is held, so they do
-            // not change.
+            link.send_file(arena_file.file, file_offset, part_bytes, self.deadline)?;
+            // The bytes are hashed after the call, while the network sends them. The chunk list keeps them unchanged.
             self.hash(part.bytes);
         }
         Ok(())
     }
 
-    fn send_copy(&mut self, link: &mut Link<T>, bytes: &[u8]) -> Result<(), WireError> {
+    fn send_buffer(&mut self, link: &mut Link<T>, bytes: &[u8]) -> Result<(), WireError> {
         self.hash(bytes);
         let announcement = Reply::Bytes {
             bytes: bytes.len() as u64,
@@ -123,7 +126,7 @@ impl<T: Transport> DataPath<T> for InlineAnswer {
 /// Sends the addresses of the bytes of an answer: in the arena, or in a staging buffer of the agent.
 ///
 /// Small parts, and bytes that are not in memory, are copied to the staging buffer one after the other.
-pub(crate) struct PlacedAnswer<'a> {
+pub(crate) struct AddressAnswer<'a> {
     staging_buffer: &'a mut [u8],
     /// Offset of this staging buffer from the first one of the connection.
     staging_start: u64,
@@ -146,7 +149,7 @@ const ZEROS_BYTES_MIN: u64 = 4096;
 pub(crate) const PARTS_MAX: usize =
     2 * (BLOCK_BYTES / PART_BYTES_MIN as u64 + BLOCK_BYTES / ZEROS_BYTES_MIN + 1) as usize;
 
-impl<'a> PlacedAnswer<'a> {
+impl<'a> AddressAnswer<'a> {
     /// Begins an answer. The staging buffer has room for the longest answer.
     pub(crate) fn begin(
         staging_buffer: &'a mut [u8],
@@ -192,13 +195,16 @@ impl<'a> PlacedAnswer<'a> {
     }
 }
 
-impl<T: Transport> DataPath<T> for PlacedAnswer<'_> {
-    /// Sends the address of each run of adjacent parts, so that the puller, the host that copies files, can read them
-    /// from memory. A short run is copied to the staging buffer (memory for such bytes) instead.
-    fn send_memory(
+impl<T: Transport> DataPath<T> for AddressAnswer<'_> {
+    /// Sends the address of each run of adjacent parts. The puller, the host that copies files, then reads them from
+    /// this host's memory.
+    ///
+    /// A short run is copied to the staging buffer, because a remote read of few bytes is slower than the copy. The
+    /// puller reads the staging buffer as one range.
+    fn send_arena_parts(
         &mut self,
         link: &mut Link<T>,
-        _arena: ArenaFile<'_>,
+        _arena_file: ArenaFile<'_>,
         parts: &[MemoryPart<'_>],
     ) -> Result<(), WireError> {
         let are_adjacent = |part: &MemoryPart<'_>, next_part: &MemoryPart<'_>| {
@@ -214,7 +220,8 @@ impl<T: Transport> DataPath<T> for PlacedAnswer<'_> {
                 }
             }
             if !is_copied {
-                // The puller receives the parts of a block in their order, so the staged ones come first.
+                // The puller receives the parts of a block in their order. Bytes that were staged before this run are
+                // therefore announced first.
                 self.announce_staged(link)?;
                 let reply = Reply::InMemory {
                     at: run[0].region_offset,
@@ -226,7 +233,7 @@ impl<T: Transport> DataPath<T> for PlacedAnswer<'_> {
         Ok(())
     }
 
-    fn send_copy(&mut self, _link: &mut Link<T>, bytes: &[u8]) -> Result<(), WireError> {
+    fn send_buffer(&mut self, _link: &mut Link<T>, bytes: &[u8]) -> Result<(), WireError> {
         self.hash(bytes);
         self.stage(bytes);
         Ok(())
@@ -235,7 +242,7 @@ impl<T: Transport> DataPath<T> for PlacedAnswer<'_> {
     fn send_zeros(&mut self, link: &mut Link<T>, bytes: u64) -> Result<(), WireError> {
         if bytes < ZEROS_BYTES_MIN {
             let zeros = &[0; ZEROS_BYTES_MIN as usize][..bytes as usize];
-            return self.send_copy(link, zeros);
+            return self.send_buffer(link, zeros);
         }
         self.announce_staged(link)?;
         link.send(&Reply::Zeros { bytes }, self.deadline)

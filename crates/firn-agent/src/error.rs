@@ -21,18 +21,18 @@ pub enum WireError {
     /// The other side closed the connection between two messages.
     #[error("the connection was closed")]
     Ended,
-    /// The other side does not begin with the handshake of an agent or puller.
+    /// A message of the handshake is missing or unexpected, so the other side is probably no agent or puller.
     #[error("the other side does not speak the protocol of firn agents")]
     NoHello,
     /// The other side does not have the key.
     #[error("the key is wrong")]
     WrongKey,
-    /// A program of MUNGE cannot be started.
+    /// A program of MUNGE, an authentication daemon, cannot be started.
     #[error("cannot start `{program}`: {error}; MUNGE must be installed on both hosts")]
     NoMunge {
         /// Name of the program.
         program: String,
-        /// Error of the start.
+        /// The error of starting the program.
         error: io::Error,
     },
     /// A program of MUNGE failed or refused the credential.
@@ -177,7 +177,7 @@ pub enum PullError {
     Ssh {
         /// Name of the program.
         program: String,
-        /// Error of the start.
+        /// The error of starting the program.
         error: io::Error,
     },
     /// The connection to the agent failed.

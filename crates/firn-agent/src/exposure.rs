@@ -21,7 +21,7 @@ use crate::ofi::{Buffer, Endpoint, Memory, OfiError, Pool, Region};
 use firn_client::OpenMount;
 
 use crate::block_mac::BlockHasher;
-use crate::data_path::PlacedAnswer;
+use crate::data_path::AddressAnswer;
 use crate::message::{BLOCK_BYTES, ErrorKind, Exposed, STAGING_BUFFERS};
 use crate::source::SourceError;
 use crate::transport_choice::TransportChoice;
@@ -195,7 +195,8 @@ impl ExposingEndpoint {
     /// Opens an endpoint of a provider (libfabric's driver for one network), and lets the other host read two regions:
     /// the arena, which has files' bytes in memory, and new staging buffers for all other bytes.
     ///
-    /// `local_ip` selects the network interface. Reads must name the random `keys`, or those of the provider.
+    /// `local_ip` selects the network interface. A remote read must carry the key of its region: the one in `keys`,
+    /// unless the provider assigns its own. The returned `exposed` has the valid keys.
     fn open(
         provider: &str,
         local_ip: Option<IpAddr>,
@@ -228,11 +229,11 @@ impl ExposingEndpoint {
 }
 
 impl Exposure {
-    /// Exposes the memory of a mount to a puller, a process on another host that copies files. Uses the first of its
-    /// `providers` (libfabric's drivers) that this host has too. The memory is exposed until the result is dropped.
+    /// Exposes the memory of a mount for remote reads (RDMA) by a puller, a process on another host that copies files.
+    /// The memory is exposed until the returned exposure is dropped. Also returns the data that the puller needs.
     ///
-    /// Returns the exposure, and the data that the puller needs for its reads. `sends_macs`: answers have a message
-    /// authentication code.
+    /// `providers` are libfabric's drivers on the puller's host. The first one that this host has too is used. If
+    /// `sends_macs`, each answer has a message authentication code.
     pub(crate) fn open(
         offer: &FabricOffer,
         mount: &Arc<OpenMount>,
@@ -269,22 +270,21 @@ impl Exposure {
         Ok((exposure, exposed))
     }
 
-    /// Begins an answer with the addresses of bytes, which the puller, the host that copies files, then reads from this
-    /// host's memory. Bytes that are not in memory go to the staging buffer `buffer_index`, which the puller has
-    /// chosen. Returns `None` if there is no such buffer.
+    /// Begins an answer that sends addresses. The puller, the host that copies files, then reads the bytes from this
+    /// host's memory. Returns `None` if there is no staging buffer `buffer_index`.
     ///
-    /// The puller must already have read the earlier content of the buffer. Otherwise it reads other bytes, and their
-    /// message authentication code (MAC) is wrong.
+    /// Bytes that are not in memory are copied to that buffer. The puller must have finished reading the buffer's
+    /// earlier content, because it is overwritten. If not, the puller detects a wrong message authentication code.
     pub(crate) fn begin_answer(
         &mut self,
         buffer_index: u32,
         hasher: Option<BlockHasher>,
         deadline: Instant,
-    ) -> Option<PlacedAnswer<'_>> {
+    ) -> Option<AddressAnswer<'_>> {
         let staging_start = u64::from(buffer_index) * BLOCK_BYTES;
         let staging_buffer = self.staging_buffers.get_mut(buffer_index as usize)?;
         let mac_hasher = if self.sends_macs { hasher } else { None };
-        Some(PlacedAnswer::begin(
+        Some(AddressAnswer::begin(
             staging_buffer,
             staging_start,
             mac_hasher,

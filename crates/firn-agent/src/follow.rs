@@ -160,7 +160,7 @@ pub(crate) struct Follower<P> {
     /// Units that the previous round on this connection listed, by name.
     previous_units: BTreeMap<BytePath, Unit>,
     problems: Problems,
-    retry_pauses: Waits,
+    retry_backoff: Waits,
 }
 
 /// Problems of this round and the previous one. A problem that persists is reported once.
@@ -192,17 +192,17 @@ impl<P: Policy> Follower<P> {
     /// Makes a follower that has no list of its source yet.
     pub(crate) fn new(policy: P) -> Self {
         Self {
-            retry_pauses: policy.retry_backoff().start(),
+            retry_backoff: policy.retry_backoff().start(),
             policy,
             previous_units: BTreeMap::new(),
             problems: Problems::default(),
         }
     }
 
-    /// Connects to the source (the followed host) again and again, and copies its units, which are usually checkpoints.
+    /// Copies the checkpoints of the followed host, the *source*, again and again. Connects anew after each failure.
     ///
-    /// Ends only when the policy, which decides about copies, says after a failed connection that it should stop.
-    /// Returns the error of that connection.
+    /// Ends only when an attempt to connect fails and `self.policy` then decides to stop. Returns the error of that
+    /// attempt.
     pub(crate) fn run(mut self) -> PullError {
         let mut last_connected_at = Instant::now();
         loop {
@@ -210,7 +210,8 @@ impl<P: Policy> Follower<P> {
                 Ok(connection) => {
                     let error = self.follow_connection(connection);
                     last_connected_at = Instant::now();
-                    // The next connection may be to another firnd, whose numbers of changes refer to other states.
+                    // The next connection may be to a restarted server. Its change counters start again, so they cannot
+                    // be compared with those of the last list.
                     self.previous_units.clear();
                     self.add_problem(&error.to_string());
                 }
@@ -222,7 +223,7 @@ impl<P: Policy> Follower<P> {
                     self.add_problem(&error.to_string());
                 }
             }
-            self.retry_pauses.sleep();
+            self.retry_backoff.sleep();
         }
     }
 
@@ -238,7 +239,7 @@ impl<P: Policy> Follower<P> {
     fn make_round_and_wait(&mut self, connection: &mut P::Connection) -> Result<(), PullError> {
         self.problems.start_round();
         let round = self.make_round(connection)?;
-        self.retry_pauses.reset();
+        self.retry_backoff.reset();
         self.policy.wait_for_next_round(connection, round)
     }
 

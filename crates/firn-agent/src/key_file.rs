@@ -88,9 +88,11 @@ pub struct KeyFile {
 #[derive(Serialize, Deserialize)]
 struct Stored {
     address: String,
+    /// The key as hexadecimal digits.
     key: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     partner: Option<String>,
+    /// Former partners that may still have copies.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     formers: Vec<String>,
 }
@@ -122,6 +124,7 @@ impl KeyFile {
             formers: self.formers.clone(),
         };
         let json = serde_json::to_vec(&stored).expect("a record is plain JSON");
+        // `own` has the functions for files that only this user may read.
         let write = || -> Result<(), OwnError> {
             let base = open_backing(backing)?;
             let firn_dir = own::make_dir(&base, &base.root(), TOP)?;
@@ -133,7 +136,7 @@ impl KeyFile {
     /// Reads the record of the agent on `host`, by which other hosts find it, from the backing, the directory that the
     /// mount serves. Fails with `Missing` if there is none: no agent runs there.
     ///
-    /// Also fails if the file is not private to this user, or has other contents than an agent writes.
+    /// Also fails if the file is not private to this user, or if it cannot be parsed.
     pub fn load(backing: &Path, host: &str) -> Result<Self, KeyFileError> {
         let name = file_name(host)?;
         let read = || -> Result<Option<Vec<u8>>, OwnError> {
@@ -174,15 +177,15 @@ impl KeyFile {
         Self::parse(&buffer[..file_bytes]).ok_or_else(|| invalid_record_error(path))
     }
 
-    /// Parses the content of an agent's record. Returns `None` if no agent writes such content.
+    /// Parses the content of an agent's record. Returns `None` if the content is invalid.
     fn parse(json: &[u8]) -> Option<Self> {
-        // So large a file was probably read only in part.
+        // A file of this size or more may have been read only in part. Agents write shorter ones.
         if json.len() >= FILE_BYTES_MAX {
             return None;
         }
         let stored: Stored = serde_json::from_slice(json).ok()?;
-        let mut partners = stored.partner.iter().chain(&stored.formers);
-        if partners.any(|host| check_host(host).is_err()) {
+        let mut partners_and_formers = stored.partner.iter().chain(&stored.formers);
+        if partners_and_formers.any(|host| check_host(host).is_err()) {
             return None;
         }
         Some(Self {
@@ -198,8 +201,8 @@ impl KeyFile {
         self.partner.iter().chain(&self.formers)
     }
 
-    /// Lists the hosts with an agent's record in a backing, a directory that mounts serve. The names of the files have
-    /// the hosts' names; the records are not read. Without Firn's own directory there are none.
+    /// Lists the hosts that have an agent's record in a backing, a directory that mounts serve. Each record is named
+    /// after its host, so no record is read. If the backing has no directory `.firn`, the list is empty.
     pub fn list_hosts(backing: &Path) -> Result<Vec<String>, KeyFileError> {
         let list = || -> Result<Vec<String>, OwnError> {
             let base = open_backing(backing)?;
@@ -214,6 +217,7 @@ impl KeyFile {
             }
             Ok(hosts)
         };
+        // The empty name makes the error name the directory.
         list().map_err(unusable_error(backing, ""))
     }
 

@@ -22,7 +22,7 @@
 //! * A copy is complete when it gets its name. Before that, each byte was authenticated, and each file was checked
 //!   against its chunk list after its last byte was read. The name appears by one rename.
 //! * Neither side accepts a peer without the key. An agent reads frames of at most [`message::HANDSHAKE_BYTES_MAX`]
-//!   bytes from such a peer, for at most [`server::HANDSHAKE_LIMIT`].
+//!   bytes from such a peer, for at most [`server::HANDSHAKE_TIMEOUT`].
 //! * The memory that a puller uses for an agent is bounded, whatever the agent sends. A pull without progress is
 //!   abandoned.
 //! * The memory that an agent holds of the arena is bounded ([`hold_budget::HoldBudget`]). It is released when the

@@ -5,11 +5,11 @@
 //! with the headers.
 //!
 //! A *provider* is libfabric's driver for one kind of network. An *endpoint* is a socket-like object of a provider. To
-//! *expose* memory is to let other hosts read it; to *land* is to read into a local buffer.
+//! *expose* memory is to let other hosts read it; to *land* bytes is to read them into a local buffer.
 //!
 //! ```text
 //!   exposing host                                   reading host
-//!   Endpoint ── expose(memory) ─► Region ········► Endpoint ── land(buffer, reads) ─► poll() returns the filled buffer
+//!   Endpoint ── expose(memory) ─► Region ········► Endpoint ── land(…) ─► poll() returns the filled buffer
 //!       progress(), if the provider has no hardware that answers reads
 //! ```
 //!

@@ -42,8 +42,8 @@ impl Origin {
     /// Sends a range of an open file to the other host: its bytes, zeros for holes, and at the end the message
     /// authentication code (MAC).
     ///
-    /// The file comes from the mount (`Held`), or from a copy that this host keeps for another one (`Copy`). A held
-    /// file needs the mount from which it was opened.
+    /// `Held` is a file of the mount, `Copy` a copy that this host keeps for another host. A `Held` file can be sent
+    /// only by the `Mount` that opened it; a copy needs no source.
     pub(crate) fn send<T: Transport>(
         &self,
         file: &mut OriginFile,
@@ -107,6 +107,7 @@ impl OriginFile {
     }
 }
 
+/// Sends a range of a partner copy, a file that this host keeps for another host.
 fn send_copy<T: Transport>(
     file: &CopyFile,
     offset: u64,
@@ -114,46 +115,41 @@ fn send_copy<T: Transport>(
     link: &mut Link<T>,
     data_path: &mut dyn DataPath<T>,
 ) -> Result<(), SendError> {
-    read_copy(file, offset, bytes, |chunk| {
+    let sent: Result<(), SendError> = read_copy(file, offset, bytes, |chunk| {
         Ok(send_bytes_or_zeros(data_path, link, chunk)?)
-    })?;
+    });
+    sent?;
     Ok(data_path.end(link)?)
 }
 
-/// Computes the checksum of a range of a partner copy, a file that this host keeps for another host. A range beyond the
-/// end of the file is cut there; the result has the number of bytes.
+/// Computes the checksum of a range of a partner copy, a file that this host keeps for another host. The range is
+/// clamped to the end of the file; the result states how many bytes were hashed.
 fn checksum_of_copy(file: &CopyFile, offset: u64, bytes: u64) -> Result<Checksum, SourceError> {
     let mut hasher = Xxh3::new();
     let mut hashed_bytes = 0;
-    let hashed = read_copy(file, offset, bytes, |chunk| {
+    let hashed: Result<(), SourceError> = read_copy(file, offset, bytes, |chunk| {
         hasher.update(chunk);
         hashed_bytes += chunk.len() as u64;
         Ok(())
     });
-    match hashed {
-        Ok(()) => Ok(Checksum {
-            bytes: hashed_bytes,
-            xxh3: hasher.digest128(),
-        }),
-        Err(SendError::Source(error)) => Err(error),
-        // Nothing is sent here, so this does not happen. If it did, the other host would try again.
-        Err(SendError::Wire(error)) => Err(SourceError {
-            kind: ErrorKind::Stale,
-            message: error.to_string(),
-        }),
-    }
+    hashed?;
+    Ok(Checksum {
+        bytes: hashed_bytes,
+        xxh3: hasher.digest128(),
+    })
 }
 
 /// Reads a range of a partner copy, a file that this host keeps for another host. Passes the bytes to `consume` in
-/// chunks of at most [`COPY_BYTES`]. The range ends at the end of the file.
+/// chunks of at most [`COPY_BYTES`]. The range is clamped to the end of the file.
 ///
-/// If the file cannot be read, the error is `Stale`, after which the other host tries again.
-fn read_copy(
+/// If the file cannot be read, the error is `Stale`, after which the other host tries again. An error of `consume` ends
+/// the read.
+fn read_copy<E: From<SourceError>>(
     file: &CopyFile,
     offset: u64,
     bytes: u64,
-    mut consume: impl FnMut(&[u8]) -> Result<(), SendError>,
-) -> Result<(), SendError> {
+    mut consume: impl FnMut(&[u8]) -> Result<(), E>,
+) -> Result<(), E> {
     let end = offset.saturating_add(bytes).min(file.bytes());
     let mut buffer = vec![0; COPY_BYTES];
     let mut position = offset;

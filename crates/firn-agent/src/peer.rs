@@ -340,7 +340,7 @@ impl Peer {
     // ---- partners ------------------------------------------------------------------------------
 
     /// Asks the other host to become the partner of `host`.
-    pub(crate) fn adopt(&mut self, host: &str) -> Result<(), PullError> {
+    pub(crate) fn request_following(&mut self, host: &str) -> Result<(), PullError> {
         self.request_done(&Request::Adopt { host: host.into() })
     }
 

@@ -5,7 +5,7 @@
 //!
 //! Promises
 //! * The copy gets its name by one rename, after each block was authenticated, each file was checked and everything was
-//!   synced. On a firn mount nothing is synced. If puller or agent die earlier, the name does not exist.
+//!   synced. On a firn mount nothing is synced. If puller or agent die before the rename, no copy has the name.
 //! * After a broken connection, a puller connects again. Blocks that are already in the staging directory are compared
 //!   by checksums and not sent again. This includes the blocks of an earlier puller that was killed.
 
@@ -13,6 +13,7 @@ mod compare;
 mod direct;
 mod fetch;
 mod plan;
+/// Reads of the agent's memory by libfabric (RDMA).
 mod remote;
 mod staging;
 mod state;
@@ -32,7 +33,7 @@ use crate::message::{Entry, EntryKind, EntryList, ErrorKind};
 use crate::peer::{Peer, Route};
 use crate::transport_choice::{DataTransport, TransportChoice};
 use crate::units::{Unit, group_by_name};
-pub(crate) use compare::is_same_file;
+pub(crate) use compare::is_same_as_remote;
 use fetch::{Fetch, FileToFetch};
 use plan::{Plan, PlannedFile};
 use remote::FabricReader;
@@ -52,7 +53,7 @@ pub struct PullRequest {
     pub route: Route,
     /// The tree or file to pull.
     pub source: PullSource,
-    /// Transport of the files' bytes.
+    /// Options for the transport of the files' bytes: over the connection, or by RDMA.
     pub carriage: DataTransport,
     /// Path of the copy.
     pub target: PathBuf,
@@ -167,7 +168,7 @@ pub fn check_list(entries: Vec<Entry>) -> Result<(), String> {
 
 /// Returns the list of an agent if it is safe to pull. The error names the first entry that is not.
 pub(crate) fn check_entries(entries: Vec<Entry>) -> Result<Vec<Entry>, String> {
-    Plan::check(entries).map(Plan::into_entries)
+    Plan::from_entries(entries).map(Plan::into_entries)
 }
 
 /// Copies a tree from another host (a pull). Connects again as often as necessary, until no block (1 MiB of a file) has
@@ -182,7 +183,8 @@ pub fn pull(
     let staging = Staging::open(&request.target)?;
     let writers = Writers::start(staging.is_synced()).map_err(local_error(&request.target))?;
     let mut state = PullState::new(request, report_progress);
-    let mut retry_pauses = RETRY.start();
+    // Each iteration of the loop is one connection.
+    let mut retry_backoff = RETRY.start();
     let mut data_transport = request.carriage.clone();
     let plan = loop {
         let last_progress_at = state.last_progress_at;
@@ -198,21 +200,12 @@ pub fn pull(
         };
         // The next connection compares the staged files, so all writes of this connection must have ended.
         writers.wait()?;
-        if !may_succeed_later(&error, request, &state) {
-            return Err(error);
-        }
-        let is_fabric_error = matches!(error, PullError::Fabric { .. });
-        if is_fabric_error && data_transport.transport == TransportChoice::Auto {
-            // Only libfabric failed. The next attempt sends the bytes over the connection.
-            data_transport.transport = TransportChoice::Tcp;
-        } else if state.is_stalled() {
-            return Err(error);
-        }
+        check_retry(error, request, &state, &mut data_transport)?;
         // The pauses grow only while connections bring nothing.
         if state.last_progress_at > last_progress_at {
-            retry_pauses.reset();
+            retry_backoff.reset();
         }
-        retry_pauses.sleep();
+        retry_backoff.sleep();
         state.outcome.reconnects += 1;
     };
     writers.wait()?;
@@ -221,6 +214,29 @@ pub fn pull(
     outcome.left_out = plan.left_out();
     outcome.entries = plan.into_entries();
     Ok(outcome)
+}
+
+/// Returns the error of a connection if the pull must not connect again: because another connection would fail too, or
+/// because no block has arrived for `request.patience`.
+///
+/// If another connection may succeed and only libfabric has failed, which was not required, sets `data_transport` to
+/// the connection itself. The pull then connects again, however long ago the last block arrived.
+fn check_retry(
+    error: PullError,
+    request: &PullRequest,
+    state: &PullState<'_>,
+    data_transport: &mut DataTransport,
+) -> Result<(), PullError> {
+    if !may_succeed_later(&error, request, state) {
+        return Err(error);
+    }
+    let is_fabric_error = matches!(error, PullError::Fabric { .. });
+    if is_fabric_error && data_transport.transport == TransportChoice::Auto {
+        data_transport.transport = TransportChoice::Tcp;
+    } else if state.is_stalled() {
+        return Err(error);
+    }
+    Ok(())
 }
 
 /// Whether another connection may succeed after an error.
@@ -240,15 +256,16 @@ struct PullAttempt<'a> {
 }
 
 impl PullAttempt<'_> {
-    /// Makes one connection and fetches all files of the tree that are not complete yet. Returns the plan: the other
-    /// host's list of files, after a check.
+    /// Makes one connection: lists the tree, checks the list, prepares the copy, and fetches all files that are not
+    /// complete yet. Returns the plan: the other host's list of files, after the check.
     ///
     /// When it returns, the threads that write files may still be writing. After an error the received bytes remain.
     fn run(&self, state: &mut PullState<'_>) -> Result<Plan, PullError> {
         let mut peer = Peer::connect(&self.request.host, &self.request.route)?;
         let EntryList { top, entries } = self.list_source(&mut peer, state)?;
-        let plan = Plan::check(entries).map_err(|what| peer.implausible(what))?;
-        if !self.request.cut {
+        let plan = Plan::from_entries(entries).map_err(|what| peer.implausible(what))?;
+        let allows_unclosed_files = self.request.cut;
+        if !allows_unclosed_files {
             check_all_closed(&plan, peer.host(), self.request)?;
         }
         state.check_total(plan.entries())?;
@@ -258,11 +275,7 @@ impl PullAttempt<'_> {
         let total_bytes = sizes.fold(0, u64::saturating_add);
         state.set_remaining(files_to_fetch.len() as u64, total_bytes);
         let fabric = FabricReader::negotiate(&mut peer, self.data_transport, self.writers)?;
-        state.outcome.transport = match &fabric {
-            Some(fabric) => format!("ofi:{}", fabric.provider()),
-            None if peer.local_ip().is_some() => "tcp".into(),
-            None => "ssh".into(),
-        };
+        state.outcome.transport = transport_name(&peer, fabric.as_ref());
         let fetch = Fetch::new(
             &mut peer,
             self.staging,
@@ -303,6 +316,15 @@ impl PullAttempt<'_> {
             }
             Err(error) => Err(error),
         }
+    }
+}
+
+/// Returns the name of a connection's transport as in [`Outcome::transport`].
+fn transport_name(peer: &Peer, fabric: Option<&FabricReader>) -> String {
+    match fabric {
+        Some(fabric) => format!("ofi:{}", fabric.provider()),
+        None if peer.local_ip().is_some() => "tcp".into(),
+        None => "ssh".into(),
     }
 }
 

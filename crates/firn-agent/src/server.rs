@@ -5,8 +5,8 @@
 //! connection becomes a session (`crate::session`).
 //!
 //! Invariants
-//! * The number of unauthenticated connections is bounded, and each is closed after [`HANDSHAKE_LIMIT`]. A further one
-//!   replaces an earlier one (`crate::unauthenticated`).
+//! * The number of unauthenticated connections is bounded, and each is closed after [`HANDSHAKE_TIMEOUT`]. A further
+//!   one replaces an earlier one (`crate::unauthenticated`).
 //! * There are at most `SESSIONS_MAX` sessions. A further connection is closed after its handshake.
 //! * Refused connections add at most one line to the log in `REFUSAL_LOG_INTERVAL`.
 //! * A connection has a thread and a buffer of one frame. Before authentication a frame has at most
@@ -26,7 +26,7 @@ use firn_protocol::PartnerStatus;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
-use crate::auth::{HandshakeInputs, Key, answer_handshake, answer_handshake_with};
+use crate::auth::{HandshakeInputs, Key, answer_handshake, answer_handshake_with_hello_callback};
 use crate::encryption::Encrypt;
 use crate::error::{AgentError, WireError};
 use crate::exposure::FabricOffer;
@@ -34,7 +34,7 @@ use crate::hold_budget::HoldBudget;
 use crate::key_file::{KeyFile, check_host};
 use crate::link::Link;
 use crate::munge::Munge;
-use crate::partner::{CopyStore, Domains, PartnerService, choose_partners};
+use crate::partner::{CopyStore, Domains, PartnerService, run_partner_search};
 use crate::session::{Sent, Session, SessionContext};
 use crate::source::default_hold_max;
 use crate::transport::{Stream, Transport};
@@ -42,7 +42,7 @@ use crate::transport_choice::TransportChoice;
 use crate::unauthenticated::{UnauthenticatedConnection, UnauthenticatedConnections};
 
 /// Maximum time of a handshake.
-pub const HANDSHAKE_LIMIT: Duration = Duration::from_secs(5);
+pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum number of sessions. Each session uses one of the 64 connections that a firnd serves.
 const SESSIONS_MAX: usize = 16;
 /// Minimum time between two log lines about refused connections.
@@ -114,14 +114,14 @@ pub struct Agent {
     mount: Mount,
     service: Arc<PartnerService>,
     /// `None` if the mount wants no partner, or after [`Agent::start_partner_search`].
-    partner_wish: Option<PartnerWish>,
+    partner_config: Option<PartnerConfig>,
     listener: TcpListener,
     key_file: KeyFile,
     shared: Arc<Shared>,
 }
 
 /// The partner that a mount wants.
-struct PartnerWish {
+struct PartnerConfig {
     /// The mount's options for partners.
     options: PartnerStatus,
     domains: Domains,
@@ -171,15 +171,11 @@ impl Agent {
         let mut connection = Connection::open(&mount)?;
         let region = connection.region()?;
         let partner_options = connection.status()?.partner;
-        let host = match (options.host, &partner_options) {
-            (Some(host), _) => host,
-            (None, Some(partner_options)) => partner_options.this_host.clone(),
-            (None, None) => system_host_name(),
-        };
+        let host = choose_host_name(options.host, partner_options.as_ref());
         check_host(&host)?;
-        // A mount with the option for partners wants another host to keep copies of its files in memory.
-        let partner_wish = match partner_options {
-            Some(partner_options) => Some(PartnerWish::new(partner_options, &host)?),
+        // With this option of the mount, another host keeps copies of its files in memory.
+        let partner_config = match partner_options {
+            Some(partner_options) => Some(PartnerConfig::new(partner_options, &host)?),
             None => None,
         };
         let (listener, bound_address) = listen(options.listen)?;
@@ -211,7 +207,7 @@ impl Agent {
         Ok(Self {
             mount,
             service,
-            partner_wish,
+            partner_config,
             listener,
             key_file,
             shared: Arc::new(shared),
@@ -241,26 +237,20 @@ impl Agent {
         }
     }
 
-    /// Starts the thread that looks for a partner, a host that keeps copies of this host's files in memory. Does
-    /// nothing if the mount wants none, or if the thread was started before.
+    /// Follows again the hosts of which this host has copies of files. Then starts the thread that searches for a
+    /// partner, a host that keeps copies of this host's files in memory.
+    ///
+    /// Does nothing if the mount wants no partner, or if the thread was started before.
     pub fn start_partner_search(&mut self) -> Result<(), AgentError> {
-        let Some(PartnerWish { options, domains }) = self.partner_wish.take() else {
+        let Some(PartnerConfig { options, domains }) = self.partner_config.take() else {
             return Ok(());
         };
         let service = Arc::clone(&self.service);
-        // An earlier agent of this host may have copied files of other hosts. This agent follows these hosts again
-        // (connects to them to copy files). If a host has another partner now, the copies of its files are dropped.
-        for source in service.copies.hosts() {
-            if let Err(error) = service.adopt(&source) {
-                service
-                    .log
-                    .say(Level::Event, || format!("{source}: {error}"));
-            }
-        }
+        resume_following(&service);
         let key_file = self.key_file.clone();
         std::thread::Builder::new()
             .name("agent-choice".into())
-            .spawn(move || choose_partners(&service, &key_file, &options, &domains))
+            .spawn(move || run_partner_search(&service, &key_file, &options, &domains))
             .map_err(|error| AgentError::Io {
                 what: "cannot start a thread",
                 error,
@@ -315,7 +305,29 @@ impl Agent {
     }
 }
 
-impl PartnerWish {
+/// Returns this host's name: the agent's option, otherwise the mount's option for partners, otherwise the system's
+/// name.
+fn choose_host_name(option: Option<String>, partner_options: Option<&PartnerStatus>) -> String {
+    match (option, partner_options) {
+        (Some(host), _) => host,
+        (None, Some(partner_options)) => partner_options.this_host.clone(),
+        (None, None) => system_host_name(),
+    }
+}
+
+/// Follows again the hosts from which an earlier agent of this host has copied files: connects to them to copy files.
+/// If such a host has another partner now, the copies of its files are dropped. Errors are logged.
+fn resume_following(service: &Arc<PartnerService>) {
+    for source in service.copies.hosts() {
+        if let Err(error) = service.start_following(&source) {
+            service
+                .log
+                .say(Level::Event, || format!("{source}: {error}"));
+        }
+    }
+}
+
+impl PartnerConfig {
     /// Takes the options of a mount for its partner, the host that keeps copies of its files in memory. Reads the file
     /// of failure domains (hosts that fail together) if the options name one.
     ///
@@ -376,13 +388,13 @@ impl Shared {
         unauthenticated: UnauthenticatedConnection,
     ) -> Result<AuthenticatedConnection, WireError> {
         let local_ip = Some(socket.local_addr()?.ip());
-        let terms = HandshakeInputs {
+        let inputs = HandshakeInputs {
             munge: self.munge.as_ref(),
             ..HandshakeInputs::of_tcp(&socket, &self.key, self.encrypt)?
         };
         let mut link = Link::over(Stream::over_tcp(socket)?);
-        let deadline = Instant::now() + HANDSHAKE_LIMIT;
-        answer_handshake_with(&mut link, &terms, deadline, &mut || {
+        let deadline = Instant::now() + HANDSHAKE_TIMEOUT;
+        answer_handshake_with_hello_callback(&mut link, &inputs, deadline, &mut || {
             unauthenticated.record_hello()
         })?;
         let suffix = if link.is_encrypted() {
@@ -474,20 +486,20 @@ pub fn serve_pipes(
     log: &Log,
 ) -> Result<(), WireError> {
     let link = Link::over(Stream::over_pipes(input, output)?);
-    serve_transport(link, hold_max, log)
+    serve_ssh_connection(link, hold_max, log)
 }
 
 /// Serves the single connection of an agent that ssh has started for one puller, the process that copies files: the
 /// handshake, and then requests until the connection ends.
 ///
-/// `hold_max` bounds the bytes in memory that the agent may hold; `None` means the default. Such an agent has no mount
-/// of its own and no partners, so the listed path determines the mount.
-fn serve_transport<T: Transport>(
+/// `hold_max` bounds the bytes in memory that the agent may pin for the puller; `None` means the default. Such an agent
+/// is not bound to one mount: the path that the puller lists determines it. The agent has no partners.
+fn serve_ssh_connection<T: Transport>(
     mut link: Link<T>,
     hold_max: Option<u64>,
     log: &Log,
 ) -> Result<(), WireError> {
-    let deadline = Instant::now() + HANDSHAKE_LIMIT;
+    let deadline = Instant::now() + HANDSHAKE_TIMEOUT;
     answer_handshake(&mut link, &HandshakeInputs::of_pipes(), deadline)?;
     let hold_budget = hold_max.map(HoldBudget::new);
     let context = SessionContext {

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use firn_client::OpenMount;
 use firn_protocol::path::BytePath;
 
-use crate::data_path::InlineAnswer;
+use crate::data_path::StreamAnswer;
 use crate::error::WireError;
 use crate::exposure::{Exposure, FabricOffer};
 use crate::hold_budget::HoldBudget;
@@ -105,7 +105,8 @@ struct Following {
     /// Note about this partner for the status, used if the partner itself sets none. `None` for a former partner, of
     /// which firnd is not notified.
     default_note: Option<String>,
-    /// The held files of the last list, each with the number of changes that the partner has marked since.
+    /// The held files of the last list. The value is the number of changes in the follower's mark of the file; `None`
+    /// if the file is not marked.
     marked_changes: BTreeMap<BytePath, Option<u64>>,
 }
 
@@ -157,11 +158,10 @@ impl<'a, T: Transport> Session<'a, T> {
         }
     }
 
-    /// Answers requests until the connection ends. Its handshake is complete. Returns `Ok` if the other side has closed
-    /// it between two requests.
+    /// Answers requests until the connection ends. Returns `Ok` if the other side has closed it between two requests.
     ///
-    /// Fails if no request comes in time. Also fails if the other side is a partner (it keeps copies of this host's
-    /// files) that follows over a newer connection by now.
+    /// Fails if no request comes in time. A partner, which keeps copies of this host's files, may have reconnected. Its
+    /// older connection is then superseded, and fails too.
     pub(crate) fn serve(&mut self) -> Result<(), WireError> {
         loop {
             let idle_timeout = match self.following {
@@ -174,6 +174,7 @@ impl<'a, T: Transport> Session<'a, T> {
                 Err(WireError::Ended) => return Ok(()),
                 Err(error) => return Err(error),
             };
+            // A newer connection of the same partner has replaced this one.
             if let Some(following) = &self.following
                 && !following.registration.is_current()
             {
@@ -190,12 +191,17 @@ impl<'a, T: Transport> Session<'a, T> {
         self.sent
     }
 
-    /// Writes a line about a step of the protocol to the log, if such lines are enabled.
+    /// Writes a line about a step of the protocol to the log, if such lines are enabled. The number in the text orders
+    /// the steps of a pull: 1 connection, 2 mount and memory, 4 list, 5 open files, 6 and 7 checks, 9 release.
     fn log_step(&self, text: impl FnOnce() -> String) {
         self.context.log.say(Level::Step, text);
     }
 
-    /// Carries out a request of the other host and sends its answer. A refusal is an answer too.
+    /// Carries out a request of the other host and sends its answer. A refusal is an answer too. The variants of
+    /// [`Request`] say what each request means.
+    ///
+    /// Lists and bytes have answers of several messages, so their functions send these themselves. For the other
+    /// requests, this function sends the single reply.
     ///
     /// After an error the connection must end: it has failed, the request was out of turn, or an answer was broken off.
     fn answer(&mut self, request: Request) -> Result<(), WireError> {
@@ -211,14 +217,17 @@ impl<'a, T: Transport> Session<'a, T> {
                 let listed = listed.map_err(|error| self.mark_stale_if_unmounted(error));
                 return self.answer_list(&path, listed);
             }
-            Request::Adopt { host } => self.adopt(&host),
+            // Requests of hosts that are partners of each other.
+            Request::Adopt { host } => self.start_following(&host),
             Request::Follow { host } => {
                 let followed = self.follow(host);
                 followed.map_err(|error| self.mark_stale_if_unmounted(error))
             }
             Request::Mark { path, changes } => self.mark_copied(&path, changes),
             Request::Note { text } => self.set_partner_note(&text),
+            // A heartbeat: the request itself shows that the partner is alive.
             Request::Beat => Ok(Reply::Done),
+            // Requests of a puller about the bytes of open files.
             Request::Read {
                 file,
                 offset,
@@ -234,7 +243,7 @@ impl<'a, T: Transport> Session<'a, T> {
                 buffer,
             } => {
                 let range = FileRange::new(file, offset, bytes);
-                return self.answer_place(range, buffer, deadline);
+                return self.answer_addresses(range, buffer, deadline);
             }
             Request::Expose { providers, sums } => self.expose(&providers, sums),
             Request::Open { file, path } => self.open(file, &path),
@@ -242,7 +251,7 @@ impl<'a, T: Transport> Session<'a, T> {
                 file,
                 offset,
                 bytes,
-            } => self.sum(FileRange::new(file, offset, bytes)),
+            } => self.compute_checksum(FileRange::new(file, offset, bytes)),
             Request::Check { file } => self.check(file),
             Request::Release { file } => Ok(self.release(file)),
             Request::Hello(_) | Request::Ready => {
@@ -328,7 +337,7 @@ impl<'a, T: Transport> Session<'a, T> {
     /// Lists held files. For a partner, only the files that the partner must copy are listed as closed.
     fn list_held(&mut self, path: &BytePath) -> Result<EntryList, SourceError> {
         let entries = match &mut self.following {
-            Some(following) => following.list(path)?,
+            Some(following) => following.list_and_dismiss(path)?,
             None => {
                 let source = self.open_source(&self.resolve(&BytePath::default())?)?;
                 let entries = source.list_held(path)?;
@@ -429,7 +438,7 @@ impl<'a, T: Transport> Session<'a, T> {
             Err(error) => return link.send(&error.into_reply(), deadline),
         };
         let sent_bytes = range.bytes_within(file.bytes());
-        let mut answer = InlineAnswer::begin(link.block_hasher(), deadline);
+        let mut answer = StreamAnswer::begin(link.block_hasher(), deadline);
         origin
             .send(file, range.offset, range.bytes, link, &mut answer)
             .map_err(SendError::into_wire_error)?;
@@ -440,8 +449,9 @@ impl<'a, T: Transport> Session<'a, T> {
     /// Answers `Place`: sends the addresses at which the puller, the host that copies files, can read a range of a held
     /// file by libfabric (RDMA). A file is held from `Open` to `Release`: its bytes in memory do not change.
     ///
-    /// Bytes that are not in memory are copied to the staging buffer that the puller has chosen.
-    fn answer_place(
+    /// Bytes that are not in memory are copied to the staging buffer that the puller has chosen. If the file is not
+    /// held, or the puller has no such buffer, the answer is that error.
+    fn answer_addresses(
         &mut self,
         range: FileRange,
         buffer_index: u32,
@@ -459,10 +469,11 @@ impl<'a, T: Transport> Session<'a, T> {
             Err(error) => return link.send(&error.into_reply(), deadline),
         };
         let hasher = link.block_hasher();
-        let Some(mut answer) = exposure
-            .as_mut()
-            .and_then(|exposure| exposure.begin_answer(buffer_index, hasher, deadline))
-        else {
+        let begun_answer = match exposure {
+            Some(exposure) => exposure.begin_answer(buffer_index, hasher, deadline),
+            None => None,
+        };
+        let Some(mut answer) = begun_answer else {
             return link.send(&buffer_not_exposed(buffer_index).into_reply(), deadline);
         };
         let sent_bytes = range.bytes_within(file.bytes());
@@ -512,8 +523,8 @@ impl<'a, T: Transport> Session<'a, T> {
         Ok(Reply::Exposed(exposed))
     }
 
-    /// Computes the checksum of a range of a held file.
-    fn sum(&mut self, range: FileRange) -> Result<Reply, SourceError> {
+    /// Answers `Sum` with the checksum of a range of a held file. A range beyond the end of the file is clamped to it.
+    fn compute_checksum(&mut self, range: FileRange) -> Result<Reply, SourceError> {
         check_range(range.bytes)?;
         let Self { origin, files, .. } = self;
         let (Some(origin), Some(file)) = (origin, files.get_mut(&range.file_number)) else {
@@ -527,11 +538,12 @@ impl<'a, T: Transport> Session<'a, T> {
     }
 
     /// Answers `Check`, which follows the last read of a held file: whether the file was changed since it was opened,
-    /// and whether the bytes that were read are nevertheless one state of the file (a snapshot).
+    /// and whether the reads nevertheless form a consistent snapshot.
     fn check(&mut self, file_number: u32) -> Result<Reply, SourceError> {
         let Some(file) = self.files.get(&file_number) else {
             return Err(file_not_held(file_number));
         };
+        // By libfabric the puller reads without a request, so the log shows here that it has finished.
         if self.exposure.is_some() {
             self.log_step(|| format!("(6) file {file_number} was read"));
         }
@@ -571,23 +583,24 @@ impl<'a, T: Transport> Session<'a, T> {
 
     // ---- partners ------------------------------------------------------------------------------
 
-    /// Begins to follow a host that requests this host as its partner.
-    fn adopt(&self, host: &str) -> Result<Reply, SourceError> {
-        self.service()?.adopt(host).map_err(refused)?;
+    /// Answers `Adopt`: begins to keep copies of the files of `host`, which has chosen this host as its partner.
+    fn start_following(&self, host: &str) -> Result<Reply, SourceError> {
+        self.service()?.start_following(host).map_err(refused)?;
         Ok(Reply::Done)
     }
 
-    /// Answers `Follow`: makes this connection that of the host `host`, which keeps copies of this host's files in
-    /// memory as its partner, or did so as an earlier one. An earlier connection of the host is replaced.
+    /// Answers `Follow`: registers this connection as that of the host `host`, the current or a former partner. The
+    /// partner keeps copies of this host's files. An earlier connection of the same host is replaced.
     ///
-    /// Returns the identities of firnd, the process that serves the mount, and of its arena, the mount's memory.
+    /// Returns two identities, by which the partner detects a restart: that of firnd, the process that serves the
+    /// mount, and that of its arena, the memory of the mount.
     fn follow(&mut self, host: String) -> Result<Reply, SourceError> {
         let RegisteredFollower {
             registration,
             default_note,
         } = self.service()?.register_follower(&host)?;
         let source = self.open_source(&self.resolve(&BytePath::default())?)?;
-        // An earlier partner has no note: firnd learns only of the present partner.
+        // Only the current partner has a note. firnd shows it in its status, and is not notified of former partners.
         if let Some(note) = &default_note {
             source.announce_partner(&host, note)?;
         }
@@ -605,8 +618,7 @@ impl<'a, T: Transport> Session<'a, T> {
     /// Records that the follower has a copy of a file. Only marks of the current partner are passed to firnd.
     fn mark_copied(&mut self, path: &BytePath, changes: u64) -> Result<Reply, SourceError> {
         let following = self.following.as_mut().ok_or_else(not_following)?;
-        let is_current_partner = following.default_note.is_some();
-        if is_current_partner {
+        if following.is_partner() {
             following.source.mark_partnered(path, changes)?;
         }
         // Marks are kept only for held files of the last list.
@@ -663,42 +675,51 @@ impl<'a> HeldRange<'a> {
 }
 
 impl Following {
+    /// Whether the host was the current partner, and not a former one, when it began to follow.
+    fn is_partner(&self) -> bool {
+        self.default_note.is_some()
+    }
+
     /// Lists the files that this host has in memory only, for another host that keeps copies of them. That host *marks*
     /// a file once its copy is complete.
     ///
-    /// What it sees depends on its role. The *partner* sees all files. A *former* partner sees unmarked files as open,
-    /// so that only the partner copies them. A *dismissed* one, which is not needed any more, sees an empty mount, and
-    /// then drops its copies. After that it is refused.
-    fn list(&mut self, path: &BytePath) -> Result<Vec<Entry>, SourceError> {
+    /// The list depends on the role of the host:
+    /// * The partner gets all files. Once it has marked all of them, the former partners are dismissed.
+    /// * A former partner gets unmarked files as open, so that only the partner copies them.
+    /// * A dismissed partner gets an empty mount, and therefore drops its copies. Its next list is refused.
+    fn list_and_dismiss(&mut self, path: &BytePath) -> Result<Vec<Entry>, SourceError> {
         let role = self.registration.role();
         let mut entries = match role {
             Role::Partner | Role::Former => self.source.list_held(path)?,
             Role::Dismissed => return Ok(vec![Entry::directory()]),
-            Role::Over => {
+            Role::Removed => {
                 let host = &self.host;
                 return Err(refused(format!("{host} is not the partner any more")));
             }
         };
         // A former partner that has become the partner must follow again. Only then does firnd know of it and accept
         // its marks.
-        if role == Role::Partner && self.default_note.is_none() {
+        if role == Role::Partner && !self.is_partner() {
             return Err(SourceError {
                 kind: ErrorKind::Stale,
                 message: format!("{} has become the partner", self.host),
             });
         }
         self.apply_marks(path, &mut entries, role);
-        // From now on former partners are dismissed.
-        if role == Role::Partner && self.marked_changes.values().all(Option::is_some) {
+        let are_all_marked = self.marked_changes.values().all(Option::is_some);
+        if role == Role::Partner && are_all_marked {
+            // From now on former partners are dismissed.
             self.registration.record_all_marked();
         }
         Ok(entries)
     }
 
-    /// Makes the listed files show which of them the other host has copied. By a *mark*, that host has reported a
-    /// complete copy, and the number of changes that the file had then.
+    /// Sets in each listed file whether the other host has a current copy. That host has sent a *mark* for each
+    /// complete copy, with the file's number of changes at that time. A mark is current if the file still has that
+    /// number.
     ///
-    /// A file counts as copied only if its mark has the file's present number of changes. Other marks are forgotten.
+    /// For a former partner, also changes files without a current mark to open ones. Forgets marks that are not
+    /// current.
     fn apply_marks(&mut self, top: &BytePath, entries: &mut [Entry], role: Role) {
         let mut current_marks = BTreeMap::new();
         for entry in entries {
@@ -706,13 +727,14 @@ impl Following {
                 continue;
             };
             let full_path = join(top, entry.path.as_path());
-            let marked_changes = self.marked_changes.get(&full_path).copied().flatten();
-            let is_marked = marked_changes == Some(held.changes);
-            // The mark of another host does not count for this follower, which must mark the file itself.
-            held.partnered &= is_marked;
-            let current_mark = if is_marked { marked_changes } else { None };
+            // The map lacks a file that the last list did not have; it has `None` for an unmarked file.
+            let last_mark = self.marked_changes.get(&full_path).copied().flatten();
+            let has_current_mark = last_mark == Some(held.changes);
+            // firnd also counts marks of another host. Here only those of this follower count.
+            held.partnered = held.partnered && has_current_mark;
+            let current_mark = last_mark.filter(|_| has_current_mark);
             current_marks.insert(full_path, current_mark);
-            if role == Role::Former && !is_marked {
+            if role == Role::Former && !has_current_mark {
                 // Followers copy only closed files. This file must be copied by the current partner.
                 entry.mark_open();
             }

@@ -1,17 +1,22 @@
 //! The mount from which an agent sends files to other hosts: lists its tree, and reads its files by their chunk lists.
 //!
 //! Terms
-//! * *chunk list*: says where each byte of a file is. A *piece* is one range of it, which is in one place: the arena
-//!   (the mount's memory), a memory file (with one large file), the spill file (on a local device), the backing (the
-//!   directory that the mount serves), or a hole.
-//! * *held*: the agent has the chunk list of the file.
+//! * *chunk list*: says where each byte of a file is. While the agent has the list, the file is *held*: its bytes in
+//!   memory and in the spill file do not change.
+//! * *piece*: one range of a chunk list. All of its bytes are in one of these places:
+//!   * the arena, the mount's shared memory
+//!   * a memory file, which has the bytes of one large file
+//!   * the spill file on a local device
+//!   * the backing, the directory that the mount serves
+//!   * a hole, which has no bytes
 //!
 //! Promises
 //! * Bytes in the arena are passed to a [`DataPath`] without a copy. Bytes of memory files, of the spill file and of
 //!   the backing pass through one buffer of [`COPY_BYTES`].
 //! * No path leads out of the mount. Each component is resolved separately, and no symbolic link is followed.
 //!
-//! This module relies on S-chunks-1: bytes in memory do not change until their chunk list is released.
+//! This module relies on the promise S-chunks-1 of `docs/SEMANTICS.md`: bytes in memory do not change until their chunk
+//! list is released.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{File, Metadata};
@@ -239,8 +244,9 @@ impl Source {
         }
     }
 
-    /// Lists files at and below a path, and the directories above them, parents first. The files are those that are in
-    /// memory only, so that a partner (the host that keeps copies) must copy them, and those that are open for writing.
+    /// Lists unsaved files at and below a path, and the directories above them, parents first. A file is unsaved if it
+    /// has bytes only in memory, so that a partner (a host that keeps copies) must copy it, or if it is open for
+    /// writing.
     ///
     /// Fails with `Missing` if there are none, except for the whole mount. Fails with `Stale` if the mount has gone
     /// during the listing.
@@ -254,16 +260,17 @@ impl Source {
             let Ok(relative_path) = file.path.as_path().strip_prefix(top.as_path()) else {
                 continue;
             };
-            list.add_held_file(top, relative_path, &file, &mut listed_dirs)?;
-        }
-        if list.entries.is_empty() && top.is_empty() {
-            list.entries.push(Entry::directory());
+            list.add_file_with_parents(top, relative_path, &file, &mut listed_dirs)?;
         }
         if list.entries.is_empty() {
-            return Err(SourceError {
-                kind: ErrorKind::Missing,
-                message: format!("no file of {top} is held in memory"),
-            });
+            let is_whole_mount = top.is_empty();
+            if !is_whole_mount {
+                return Err(SourceError {
+                    kind: ErrorKind::Missing,
+                    message: format!("no file of {top} is held in memory"),
+                });
+            }
+            list.entries.push(Entry::directory());
         }
         self.check_still_mounted(top, &self.mount_info.mount_point)?;
         Ok(list.entries)
@@ -343,10 +350,11 @@ impl Source {
     }
 
     /// Sends a range of a held file to another host: its bytes, zeros for holes, and at the end the message
-    /// authentication code (MAC). `data_path` is the way of the bytes: over the connection, or by RDMA.
+    /// authentication code (MAC). `data_path` carries the bytes: over the connection, or by RDMA.
     ///
-    /// A piece is a range of the file in one place, such as memory or the backing. Adjacent pieces in the same place
-    /// are sent together.
+    /// A piece is a range of the file in one place. Adjacent pieces in the same place are sent together. Only pieces in
+    /// the arena (`Memory`) are sent without a copy. Those in a spill file, a memory file or the backing are first read
+    /// into a buffer.
     pub(crate) fn send<T: Transport>(
         &self,
         file: &mut HeldFile,
@@ -363,18 +371,18 @@ impl Source {
         let pieces = file.pieces_of_range(offset, bytes);
         for run in pieces.chunk_by(|piece, next_piece| piece.place == next_piece.place) {
             match run[0].place {
-                Place::Memory => sender.send_memory(run, file)?,
+                Place::Memory => sender.send_arena_parts(run, file)?,
                 Place::Hole => sender.send_hole(run)?,
                 Place::Spill | Place::MemoryFile | Place::Backing => {
-                    sender.send_copies(run, file)?
+                    sender.send_buffered(run, file)?
                 }
             }
         }
         Ok(data_path.end(link)?)
     }
 
-    /// Computes the checksum of a range of a held file. A range beyond the end of the file is cut there; the result has
-    /// the number of bytes.
+    /// Computes the checksum of a range of a held file. The range is clamped to the end of the file; the result states
+    /// how many bytes were hashed.
     pub(crate) fn checksum(
         &self,
         file: &mut HeldFile,
@@ -384,16 +392,12 @@ impl Source {
         let mut hasher = Xxh3::new();
         let mut hashed_bytes = 0;
         for piece in file.pieces_of_range(offset, bytes) {
-            let hashed = self.read_piece(file, &piece, |chunk| {
+            let hashed: Result<(), SourceError> = self.read_piece(file, &piece, |chunk| {
                 hasher.update(chunk);
                 Ok(())
             });
-            match hashed {
-                Ok(()) => hashed_bytes += piece.bytes,
-                Err(SendError::Source(error)) => return Err(error),
-                // Nothing is sent here, so this does not happen.
-                Err(SendError::Wire(error)) => return Err(SourceError::refused(error.to_string())),
-            }
+            hashed?;
+            hashed_bytes += piece.bytes;
         }
         Ok(Checksum {
             bytes: hashed_bytes,
@@ -402,13 +406,14 @@ impl Source {
     }
 
     /// Reads the bytes of a piece, a range of a held file in one place, such as a memory file or the backing. Passes
-    /// them to `consume`, at most [`COPY_BYTES`] at a time. Zeros are passed for a hole.
-    fn read_piece(
+    /// them to `consume`, at most [`COPY_BYTES`] at a time. Zeros are passed for a hole. An error of `consume` ends the
+    /// read.
+    fn read_piece<E: From<SourceError>>(
         &self,
         file: &mut HeldFile,
         piece: &ChunkPiece,
-        mut consume: impl FnMut(&[u8]) -> Result<(), SendError>,
-    ) -> Result<(), SendError> {
+        mut consume: impl FnMut(&[u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
         // The buffer is taken out of the file, because `read_backing` needs the file.
         let mut buffer = std::mem::take(&mut file.copy_buffer);
         buffer.resize(COPY_BYTES, 0);
@@ -418,7 +423,10 @@ impl Source {
             let chunk = &mut buffer[..count];
             match piece.place {
                 Place::Backing => self.read_backing(file, piece.at + bytes_read, chunk)?,
-                _ => self.mount.fill_from_piece(piece, bytes_read, chunk)?,
+                _ => self
+                    .mount
+                    .fill_from_piece(piece, bytes_read, chunk)
+                    .map_err(SourceError::from)?,
             }
             consume(chunk)?;
             bytes_read += count as u64;
@@ -427,8 +435,10 @@ impl Source {
         Ok(())
     }
 
-    /// Reads bytes of a held file that only the backing, the directory that the mount serves, has. Fills the buffer. If
-    /// the file was shortened or removed since it was held, the error is `Stale`: another try may succeed.
+    /// Fills the buffer with bytes of a held file from the backing, the directory that the mount serves. The file is
+    /// opened there on first use.
+    ///
+    /// If the file was shortened or removed since it was held, the error is `Stale`: another try may succeed.
     fn read_backing(
         &self,
         file: &mut HeldFile,
@@ -440,22 +450,23 @@ impl Source {
             kind: ErrorKind::Stale,
             message: format!("{path}: {error}"),
         };
-        if file.backing.is_none() {
-            file.backing = Some(self.open_for_reading(&path).map_err(stale_error)?);
-        }
-        let backing_file = file.backing.as_ref().expect("the file was opened above");
+        let backing_file = match &mut file.backing {
+            Some(backing_file) => backing_file,
+            unopened => unopened.insert(self.open_for_reading(&path).map_err(stale_error)?),
+        };
         backing_file
             .read_exact_at(buffer, offset)
             .map_err(stale_error)
     }
 
-    /// Opens a file for reading through the mount, because a layer of Firn may keep the file elsewhere in the backing,
-    /// the directory that the mount serves.
+    /// Opens a file for reading. No symbolic link is followed. Fails if it is not a regular file.
     ///
-    /// In a stub tree (a mount without FUSE) all files are empty, so the file is opened in the backing. No symbolic
-    /// link is followed.
+    /// On a FUSE mount the file is opened below the mount point, because only firnd knows where the bytes are in the
+    /// served directory (the backing). A stub tree, a mount without FUSE, has only empty files, so there the file is
+    /// opened in the backing.
     fn open_for_reading(&self, path: &BytePath) -> io::Result<File> {
-        let root_path = if self.mount_info.is_tree {
+        let is_stub_tree = self.mount_info.is_tree;
+        let root_path = if is_stub_tree {
             &self.mount_info.backing
         } else {
             &self.mount_info.mount_point
@@ -497,7 +508,11 @@ struct Sender<'a, T> {
 impl<T: Transport> Sender<'_, T> {
     /// Sends pieces (ranges of a file) that are in the arena, the mapped memory of the mount, without a copy.
     /// The caller holds `file`, so the bytes do not change. Fails if the arena is not mapped.
-    fn send_memory(&mut self, pieces: &[ChunkPiece], file: &HeldFile) -> Result<(), SendError> {
+    fn send_arena_parts(
+        &mut self,
+        pieces: &[ChunkPiece],
+        file: &HeldFile,
+    ) -> Result<(), SendError> {
         let Some(arena) = self.source.mount.arena_file() else {
             return Err(MountError::NotMapped.into());
         };
@@ -512,7 +527,7 @@ impl<T: Transport> Sender<'_, T> {
                 bytes,
             });
         }
-        Ok(self.data_path.send_memory(self.link, arena, &parts)?)
+        Ok(self.data_path.send_arena_parts(self.link, arena, &parts)?)
     }
 
     fn send_hole(&mut self, pieces: &[ChunkPiece]) -> Result<(), SendError> {
@@ -522,11 +537,16 @@ impl<T: Transport> Sender<'_, T> {
 
     /// Sends pieces that must be read first. Runs of zeros are sent as zeros, because the backing may have holes that
     /// no chunk list shows.
-    fn send_copies(&mut self, pieces: &[ChunkPiece], file: &mut HeldFile) -> Result<(), SendError> {
+    fn send_buffered(
+        &mut self,
+        pieces: &[ChunkPiece],
+        file: &mut HeldFile,
+    ) -> Result<(), SendError> {
         for piece in pieces {
-            self.source.read_piece(file, piece, |chunk| {
+            let sent: Result<(), SendError> = self.source.read_piece(file, piece, |chunk| {
                 Ok(send_bytes_or_zeros(self.data_path, self.link, chunk)?)
-            })?;
+            });
+            sent?;
         }
         Ok(())
     }
@@ -666,7 +686,7 @@ impl<'a> ListBuilder<'a> {
 
     /// Adds a file, and before it the directories above that are not in `listed_dirs` yet. `top` is the listed path,
     /// and `relative_path` the file's path below it. Skips the file if it or one of these directories no longer exists.
-    fn add_held_file(
+    fn add_file_with_parents(
         &mut self,
         top: &BytePath,
         relative_path: &Path,
@@ -689,6 +709,7 @@ impl<'a> ListBuilder<'a> {
         let Ok(metadata) = self.source.locate(&file.path).symlink_metadata() else {
             return Ok(());
         };
+        // Only a file that a partner must copy has this part. A file that is open for writing may lack it.
         let held = must_be_copied(file).then(|| Held {
             changes: file.changes,
             partnered: file.state == DurabilityLevel::Partnered,

@@ -174,6 +174,7 @@ fn find_providers(wanted: Option<&str>) -> Result<Vec<String>, OfiError> {
     }
     if matching_names.is_empty() {
         return Err(OfiError::NoProvider {
+            // Without a name, the message says: libfabric has no provider at all.
             wanted: wanted.unwrap_or("at all").into(),
             found: all_names.join(", "),
         });

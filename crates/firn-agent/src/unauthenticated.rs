@@ -52,7 +52,8 @@ impl UnauthenticatedConnections {
     /// Adds a new connection: its other side has not proved yet that it has the key. The connection counts until the
     /// result is dropped.
     ///
-    /// If the bound is reached, first closes another one. Fails if as many closed ones still have a running thread.
+    /// If [`UNAUTHENTICATED_MAX`] connections are open, first closes the oldest one without a hello, or the oldest of
+    /// all if each has sent its hello. Fails instead if the threads of as many closed connections have not ended yet.
     pub(crate) fn add(&self, socket: &TcpStream) -> io::Result<UnauthenticatedConnection> {
         let socket = socket.try_clone()?;
         let mut state = lock(&self.state);

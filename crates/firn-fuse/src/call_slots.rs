@@ -37,6 +37,12 @@ const CALL: u64 = 1;
 const ENDED: u64 = 1 << 16;
 
 /// The call slots of a mount, and the call that waits for a free one.
+///
+/// An offer of a call goes through these states:
+/// 1. A thread without a slot stores the call in `offered_call`, and sets `is_offered`.
+/// 2. A thread that has a free slot takes the call out and makes it. Or the offering thread takes it out after
+///    [`OFFER_TIMEOUT`], and records the failed offer in `ended_at_failed_offer`.
+/// 3. After a failed offer, no offer is made until another call has ended.
 pub(crate) struct CallSlots {
     workers: Workers,
     /// Number of slots: one less than there are reading threads. Set before the first request.
@@ -101,11 +107,10 @@ impl CallSlots {
             == self.ended_at_failed_offer.load(Ordering::Relaxed)
     }
 
-    /// Offers a call of the backing (the directory below the mount) to the other threads that read requests. Returns
-    /// the call if none of them takes it in time, or if another call is offered already. `None`: the call is made or
-    /// ended.
+    /// Offers a call to the other threads that read requests, because this thread has no slot (the right to make a call
+    /// that may hang). Returns `None` if the call was taken: by another thread, or by this one if a slot became free.
     ///
-    /// Called by a reading thread without a slot (the right to make a call itself).
+    /// Returns the call if no thread takes it within [`OFFER_TIMEOUT`], or if another call is offered already.
     fn offer_call(&self, call: Task) -> Option<Task> {
         let ended_before_offer = ended_calls(self.calls.load(Ordering::SeqCst));
         {

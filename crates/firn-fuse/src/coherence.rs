@@ -154,8 +154,10 @@ impl<B: Backing> Coherence<B> {
         }
     }
 
-    /// Calls `answer`, which answers a request, once no reader can see bytes from before the last change by another
-    /// host that this host has noticed. Calls it at once if the kernel has no such bytes in its page cache.
+    /// Calls `answer`, which answers a request, after the stale pages of the inode were dropped from the kernel's page
+    /// cache. A page is stale if this host has noticed a later change by another host.
+    ///
+    /// If there are no stale pages, calls `answer` at once.
     pub(crate) fn answer_after_remote_changes(
         self: &Arc<Self>,
         inode: InodeId,

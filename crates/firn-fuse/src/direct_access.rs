@@ -70,11 +70,11 @@ pub(crate) fn token(socket: Option<&DataSocket>, caller: Caller, handle: HandleI
 }
 
 impl<B: Backing> Coherence<B> {
-    /// Calls `answer`, which answers a request, once the length that the kernel has recorded for the file is at least
-    /// `size`. The kernel puts an append at that length, and does not notice direct writes (into shared memory), so an
-    /// append could overwrite their bytes otherwise.
+    /// Raises the kernel's length of a file (`i_size`) to at least `size`, and then calls `answer`, which answers a
+    /// request. Without a `size`, calls `answer` at once. If the length cannot be raised, warns and answers.
     ///
-    /// Calls `answer` at once without a `size`. If the kernel does not take the length, warns and answers nevertheless.
+    /// The kernel does not notice direct writes (into shared memory). It would write an append at its old length, and
+    /// so overwrite their bytes. The length is raised by a store of the file's last byte in the kernel's cache.
     pub(crate) fn raise_kernel_size(
         &self,
         inode: InodeId,

@@ -44,7 +44,7 @@ use crate::passthrough::Passthrough;
 use crate::repeated::RepeatedRequests;
 use crate::reply::{Answer, Attributes, ReclaimUnsent, Replies, Reply, Responder};
 use crate::request::{Operation, Request};
-use crate::stall::StalledWrites;
+use crate::stall::WriteQueue;
 use crate::topic::Topic;
 use crate::truncations::Truncations;
 use crate::unanswered::{Unanswered, WaitingThreads};
@@ -83,7 +83,7 @@ pub(crate) struct Dispatcher<B: Backing, R: Responder> {
     negotiated: Negotiated,
     workers: Workers,
     call_slots: CallSlots,
-    stalled: Arc<StalledWrites<B, R>>,
+    write_queue: Arc<WriteQueue<B, R>>,
     coherence: Arc<Coherence<B>>,
     truncations: Arc<Truncations>,
     passthrough: Arc<Passthrough<R::BackingId>>,
@@ -117,7 +117,10 @@ impl<B: Backing, I: Send + Sync> ReclaimUnsent for ReclaimToEngine<B, I> {
 
 impl<B: Backing, R: Responder> Dispatcher<B, R> {
     /// Makes a dispatcher, which carries out the kernel's requests. `gate` makes changes wait for transactions; `None`
-    /// if the mount has none. No request comes before [`Dispatcher::set_threads`] and [`Dispatcher::set_negotiated`].
+    /// if the mount has none. Also registers a callback of the engine, which drops changed attributes from the kernel.
+    ///
+    /// Before the first request, the caller must call [`Dispatcher::set_threads`] and [`Dispatcher::set_negotiated`].
+    /// The other setters are optional.
     pub(crate) fn new(
         engine: Arc<Engine<B>>,
         gate: Option<Arc<dyn Gate>>,
@@ -125,14 +128,14 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         workers: Workers,
     ) -> Self {
         let coherence = Coherence::new(Arc::clone(&engine), workers.clone());
-        invalidate_changed_attributes(&engine, &coherence);
+        register_attribute_invalidation(&engine, &coherence);
         let passthrough = Arc::<Passthrough<R::BackingId>>::default();
         let replies = Arc::new(new_replies(&engine, &passthrough));
         Self {
             options,
             negotiated: Negotiated::default(),
             call_slots: CallSlots::new(workers.clone()),
-            stalled: StalledWrites::new(
+            write_queue: WriteQueue::new(
                 Arc::clone(&engine),
                 gate.clone(),
                 workers.clone(),
@@ -191,7 +194,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
 
     /// Returns the counter of writes that now wait for room in the arena.
     pub(crate) fn waiting_writers(&self) -> Arc<AtomicU64> {
-        self.stalled.count()
+        self.write_queue.count()
     }
 
     pub(crate) fn waiting_threads(&self) -> WaitingThreads {
@@ -203,13 +206,16 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 
     /// Takes over the open handles and unanswered requests of an earlier firnd, which served this mount and died.
-    /// Called before the first request. `adopt_backing` makes the transport's id of a passthrough file (one that the
-    /// kernel reads itself) from the kernel's number for that file.
+    /// Called before the first request.
+    ///
+    /// A passthrough file is one that the kernel reads itself, and that has a number in the kernel. `adopt_backing`
+    /// makes the transport's id from that number.
     pub(crate) fn resume(
         &self,
         resumed: ResumedRequests,
         adopt_backing: impl Fn(i32) -> R::BackingId,
     ) {
+        // 1. Registers the passthrough files again. Handles of the same file share one id.
         let mut backing_ids: HashMap<i32, Arc<R::BackingId>> = HashMap::new();
         let mut written_inodes = HashSet::new();
         for handle in &resumed.handles {
@@ -223,22 +229,23 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                 written_inodes.insert(handle.inode);
             }
         }
-        // Processes wrote these files directly, and the earlier firnd may have died before it made the kernel drop
+        // 2. Processes wrote these files directly, and the earlier firnd may have died before it made the kernel drop
         // their old attributes.
         for inode in written_inodes {
             self.coherence.invalidate_attributes(inode);
         }
-        // The kernel has released these handles, but the earlier firnd died before it had released them too.
+        // 3. The kernel has released these handles, but the earlier firnd died before it had released them too.
         for handle in resumed.handles.iter().filter(|handle| handle.is_released) {
             self.passthrough.release(handle.id);
             self.release_elsewhere(handle.inode, handle.id);
         }
+        // 4. Keeps the rest for the requests that the kernel sends again.
         self.replies.repeated.fill(resumed);
     }
 
-    /// Ends the requests that an earlier firnd (which served this mount and died) had begun, on a kernel that does not
-    /// send them again. `refuse` answers the request with the given number with an error.
-    pub(crate) fn end_unanswered_requests(
+    /// Fails the requests that an earlier firnd (which served this mount and died) had begun, on a kernel that does not
+    /// send them again. Calls `refuse` with the number of each request, to answer it with an error.
+    pub(crate) fn fail_unanswered_requests(
         &self,
         resumed: &mut ResumedRequests,
         refuse: impl Fn(u64),
@@ -246,8 +253,9 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let count = resumed.requests.len();
         for (number, request) in resumed.requests.drain() {
             refuse(number);
-            // The result is the earlier firnd's note of the request. Its drop removes the note from shared memory.
-            drop(self.engine.continue_request_record(&request));
+            // The earlier firnd's record of the request is in shared memory. The drop of the result removes it.
+            let earlier_record = self.engine.continue_request_record(&request);
+            drop(earlier_record);
         }
         tracing::warn!(
             count,
@@ -255,7 +263,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         );
     }
 
-    /// Notes that the caller of a request got a signal.
+    /// Records that the caller of a request got a signal.
     pub(crate) fn interrupt(&self, unique: u64) {
         tracing::trace!(unique, "interrupt");
         self.replies.unanswered.interrupt(unique);
@@ -417,21 +425,21 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         change_to_report(self.gate.as_deref(), change)
     }
 
-    /// Runs `call`, which makes a change of a program, and reports the change to the commit rules of the mount if
-    /// `to_report` is set. The rules recognise a program's checkpoint by its changes, and commit it.
+    /// Runs `change`, a modification that a program has requested. If `to_report` is set, the modification is also
+    /// reported to the commit rules of the mount, which recognise a program's checkpoint by its changes and commit it.
     ///
-    /// Such a report may wait for a commit, so a worker then runs `call`; otherwise it runs as in
-    /// [`Dispatcher::run_change`]. `call` makes the change by the [`ChangeReporter`] that it gets.
+    /// Such a report may wait for a commit, so a worker then runs `change`; otherwise it runs as in
+    /// [`Dispatcher::run_change`]. `change` must make the modification through the [`ChangeReporter`] that it gets.
     fn run_reported_change(
         &self,
         caller: Caller,
         inode: InodeId,
         to_report: Option<ChangeToReport>,
-        call: impl FnOnce(&Engine<B>, ChangeReporter) + Send + 'static,
+        change: impl FnOnce(&Engine<B>, ChangeReporter) + Send + 'static,
     ) {
         let may_wait_for_commit = to_report.is_some();
         let reporter = ChangeReporter::new(to_report, caller);
-        let call = move |engine: &Engine<B>| call(engine, reporter);
+        let call = move |engine: &Engine<B>| change(engine, reporter);
         if may_wait_for_commit {
             self.run_on_worker(Topic::Inode(inode), call);
         } else {
@@ -439,8 +447,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         }
     }
 
-    /// Runs an open for reading, or an open of a directory. If the object has changes by ended writers that are about
-    /// to be dropped, a worker first waits for the drop.
+    /// Runs an open after the object has *settled*: changes by ended writers that are about to be dropped have been
+    /// dropped. A worker waits for that if necessary; otherwise the open runs without a wait.
     ///
     /// A look-up must not wait for the drop: the kernel holds the directory's lock during a look-up, and needs the same
     /// lock to drop names of the directory from its cache.
@@ -478,7 +486,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
 }
 
 /// Lets the kernel drop the attributes of an inode whenever the privilege rules have changed them.
-fn invalidate_changed_attributes<B: Backing>(engine: &Engine<B>, coherence: &Arc<Coherence<B>>) {
+fn register_attribute_invalidation<B: Backing>(engine: &Engine<B>, coherence: &Arc<Coherence<B>>) {
     let weak_coherence = Arc::downgrade(coherence);
     let on_change = move |inode| {
         if let Some(coherence) = weak_coherence.upgrade() {
@@ -490,15 +498,17 @@ fn invalidate_changed_attributes<B: Backing>(engine: &Engine<B>, coherence: &Arc
         .on_attributes_changed(Arc::new(on_change));
 }
 
-/// Makes the parts that all replies of a mount share: times, failures, unanswered requests, and notes of an earlier
-/// firnd, the process that served the mount before this one.
+/// Makes the state that all replies of a mount share: they measure their times, record failures, register as unanswered
+/// requests, and find the records of an earlier firnd, the process that served the mount before this one.
 fn new_replies<B: Backing, I: Send + Sync + 'static>(
     engine: &Arc<Engine<B>>,
     passthrough: &Arc<Passthrough<I>>,
 ) -> Replies {
+    // A failure is recorded with the path of its object.
     let engine_for_paths = Arc::clone(engine);
     let failures = Failures::new(move |inode, name| engine_for_paths.tree.shown_path(inode, name));
-    // Weak, so that the table of unanswered requests, which is also used elsewhere, does not keep the engine alive.
+    // The progress of the drain decides when a process that exits stops waiting. The reference is weak, so that the
+    // table of unanswered requests, which is also used elsewhere, does not keep the engine alive.
     let weak_engine = Arc::downgrade(engine);
     let drained_bytes = move || {
         weak_engine

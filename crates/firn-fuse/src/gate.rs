@@ -9,13 +9,14 @@
 //! frontend (FUSE, and the socket for direct access). The engine, which holds the files, does not use it. A mount
 //! without transactions has no gate, and takes no lock.
 //!
-//! How a request passes the gate
-//! * write(2), direct access: with [`Gate::enter`]. A write may pass while a transaction is prepared, because its bytes
-//!   remain in memory.
-//! * Truncation, fallocate(2), copy, a write that changes the backing first: with [`Gate::enter_change`].
-//! * Change of names or attributes: without a pass, because the backing (the directory below the mount) makes the
-//!   change wait. [`Gate::holds_up_changes`] says whether that may happen, so that a worker runs the change.
-//! * Read: without a pass.
+//! Which pass a request needs. The *backing* is the directory below the mount.
+//!
+//! | request | pass | why |
+//! |---|---|---|
+//! | write(2), direct access | [`Gate::enter`] | the bytes remain in memory, so a prepared transaction permits them |
+//! | truncation, fallocate(2), copy, write that changes the backing first | [`Gate::enter_change`] | backing changes |
+//! | change of names or attributes | none | the backing itself makes the change wait, [`Gate::holds_up_changes`] |
+//! | read | none | nothing changes |
 //!
 //! Promises of an implementation
 //! * No thread that holds a [`Pass`] waits for the outcome of a transaction. Otherwise both would wait for ever: to
@@ -49,10 +50,10 @@ pub enum ChangedObject<'a> {
     Name(InodeId, &'a OsStr),
     /// An object, by its inode id.
     Inode(InodeId),
-    /// A file, by a handle that may have been lost with an earlier firnd, which has died.
+    /// A file that is changed through a handle. The handle may be from an earlier firnd, which has died.
     Handle(InodeId, HandleId),
-    /// The end of changes by such a handle. Nothing may be read from /proc about the process: an exec closes
-    /// descriptors while most of /proc of its process is locked.
+    /// A file that is closed, which ends the changes through this handle. Nothing may be read from /proc about the
+    /// process: an exec closes descriptors while most of /proc of its process is locked.
     Closed(InodeId, HandleId),
 }
 
@@ -83,18 +84,19 @@ pub trait Gate: Send + Sync {
     /// Whether a change of names or attributes may now have to wait for the outcome of a transaction.
     fn holds_up_changes(&self) -> bool;
 
-    /// Returns a pass for a change of `inode`. Waits while a directory above `inode` is quiesced.
+    /// Returns a pass for a change of `inode` that remains in memory. Waits while a directory above `inode` is
+    /// quiesced.
     fn enter(&self, inode: InodeId) -> Pass<'_>;
 
     /// Returns the pass with this number to the gate. Only [`Pass`] calls this.
     fn leave(&self, number: u64);
 
     /// Returns a pass for a change of contents in the backing itself, the directory below the mount. Waits until no
-    /// transaction forbids the change. Fails if that can no longer happen.
+    /// transaction forbids the change. Fails if such a transaction can no longer end.
     fn enter_change(&self, inode: InodeId) -> Result<Pass<'_>, Errno>;
 
-    /// Whether transactions may have ended with an earlier firnd (which served this mount and died): then
-    /// [`Gate::admit`] must be called for each change.
+    /// Whether [`Gate::admit`] must be called for each change. This is so if an earlier firnd, which served this mount
+    /// and died, may have had open transactions: they ended with it.
     fn checks_changes(&self) -> bool {
         false
     }

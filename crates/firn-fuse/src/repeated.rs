@@ -1,8 +1,8 @@
-//! Notes of an earlier firnd (the process that serves the mount) about requests that the kernel may send again.
+//! Records of an earlier firnd (the process that serves the mount) about requests that the kernel may send again.
 //!
-//! The kernel sends a request again if the firnd that read it died before it answered. The note of that firnd says what
-//! the request may have done already. Some notes are never used, because their answer was sent before firnd died. They
-//! remain until the mount ends, which does no harm: the kernel never uses a request number twice.
+//! The kernel sends a request again if the firnd that read it died before it answered. The record of that firnd says
+//! what the request may have done already. Some records are never used, because their answer was sent before firnd
+//! died. They remain until the mount ends, which does no harm: the kernel never uses a request number twice.
 
 use std::collections::HashMap;
 
@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 /// Bit in the number of a request that the kernel sends again.
 pub(crate) const UNIQUE_RESEND: u64 = 1 << 63;
 
-/// Notes of an earlier firnd, by the number of the request.
+/// Records of an earlier firnd, by the number of the request.
 #[derive(Debug, Default)]
 pub(crate) struct RepeatedRequests {
     requests: Mutex<HashMap<u64, ResumedRequest>>,
@@ -20,7 +20,7 @@ pub(crate) struct RepeatedRequests {
 }
 
 impl RepeatedRequests {
-    /// Adds the notes. Called before the first request.
+    /// Adds the records. Called before the first request.
     pub(crate) fn fill(&self, left: ResumedRequests) {
         let handles = left.handles.iter();
         self.opened
@@ -29,7 +29,7 @@ impl RepeatedRequests {
         self.requests.lock().extend(left.requests);
     }
 
-    /// Removes and returns the note of a request.
+    /// Removes and returns the record of a request.
     pub(crate) fn take_request(&self, number: u64) -> Option<ResumedRequest> {
         self.requests.lock().remove(&number)
     }

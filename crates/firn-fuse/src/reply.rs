@@ -168,8 +168,8 @@ pub(crate) struct Reply<R: Responder> {
     /// Inodes that a readdirplus has looked up: its answer transfers these look-ups to the kernel.
     looked_up: Vec<InodeId>,
     replies: Arc<Replies>,
-    /// The note of the request in the arena; it is removed after the answer was sent.
-    note: Option<RecordedRequest>,
+    /// The record of the request in the arena; it is removed after the answer was sent.
+    record: Option<RecordedRequest>,
     /// When the request was read. `None` if its time is neither counted nor logged.
     started_at: Option<Instant>,
     /// Span of the request, which each of its log lines names; exists only at level debug.
@@ -217,7 +217,7 @@ impl<R: Responder> Reply<R> {
             },
             looked_up: Vec::new(),
             replies: Arc::clone(replies),
-            note: None,
+            record: None,
             started_at: (is_timed || is_logged).then(Instant::now),
             span,
         }
@@ -311,12 +311,12 @@ impl<R: Responder> Reply<R> {
         self.unique & !UNIQUE_RESEND
     }
 
-    /// Begins a request that must not take effect twice: stores a note of it in shared memory, for a next firnd. That
-    /// process serves the mount after the death of this one, and the kernel sends it the unanswered requests again.
+    /// Returns the attempt of an earlier firnd at the same request, if there was one. Otherwise records the request in
+    /// shared memory, with the objects that `identify` returns, and returns `None`.
     ///
-    /// If an earlier firnd has begun the same request, returns that firnd's note, which stays stored. Otherwise makes a
-    /// new note with the objects that `identify` returns, and returns `None`. The note lives as long as the reply.
-    pub(crate) fn begin_once<B: Backing>(
+    /// Called for a request that must not take effect twice. If firnd, which serves the mount, dies, the kernel sends
+    /// its unanswered requests to the next firnd again. That firnd finds the record, which lives as long as the reply.
+    pub(crate) fn find_attempt_or_record<B: Backing>(
         &mut self,
         engine: &Engine<B>,
         identify: impl FnOnce() -> RequestObjects,
@@ -324,34 +324,34 @@ impl<R: Responder> Reply<R> {
         if self.is_repeated()
             && let Some(earlier) = self.replies.repeated.take_request(self.number())
         {
-            self.note = engine.continue_request_record(&earlier);
+            self.record = engine.continue_request_record(&earlier);
             return Some(earlier.request);
         }
-        // Without a live table, the memory for these notes, no next firnd continues the mount.
+        // Without a live table, the memory for these records, no next firnd continues the mount.
         if engine.live().is_some() {
-            self.note = engine.record_request(self.number(), identify());
+            self.record = engine.record_request(self.number(), identify());
         }
         None
     }
 
-    /// Records the offset at which an append that was begun ([`Reply::begin_once`]) writes.
+    /// Records the offset at which an append that was begun ([`Reply::find_attempt_or_record`]) writes.
     pub(crate) fn record_append_offset(&mut self, offset: u64) {
-        if let Some(note) = &mut self.note {
-            note.record_append(offset);
+        if let Some(record) = &mut self.record {
+            record.record_append(offset);
         }
     }
 
     /// Records that all bytes of an append are written.
     pub(crate) fn record_append_done(&mut self) {
-        if let Some(note) = &mut self.note {
-            note.record_append_done();
+        if let Some(record) = &mut self.record {
+            record.record_append_done();
         }
     }
 
     /// Records in the arena that the request is under way. Used if the kernel does not send requests again: the next
     /// firnd then ends the request.
     pub(crate) fn record_in_progress<B: Backing>(&mut self, engine: &Engine<B>) {
-        self.note = engine.record_request(self.number(), RequestObjects::default());
+        self.record = engine.record_request(self.number(), RequestObjects::default());
     }
 
     /// Releases the handle that an earlier firnd opened for the same request. The kernel never got that handle.
@@ -364,13 +364,13 @@ impl<R: Responder> Reply<R> {
     }
 
     /// Abandons the try of an earlier firnd, because the repeated request is refused: releases the handle that it has
-    /// opened, and drops its note.
+    /// opened, and drops its record.
     pub(crate) fn abandon_earlier_attempt<B: Backing>(&mut self, engine: &Engine<B>) {
         if !self.is_repeated() {
             return;
         }
         self.release_earlier_handle();
-        self.note = match self.replies.repeated.take_request(self.number()) {
+        self.record = match self.replies.repeated.take_request(self.number()) {
             Some(earlier) => engine.continue_request_record(&earlier),
             None => None,
         };

@@ -130,28 +130,28 @@ impl Session {
         Ok(Self::new(mount_point, device_number, workers, served))
     }
 
-    /// Resumes a mount that an earlier firnd (the process that serves the mount) has served until it died. `kept` has
-    /// the connection to the kernel, and the requests and handles that firnd has left.
+    /// Resumes a mount that an earlier firnd (the process that serves the mount) has served until it died.
+    /// `saved_connection` has the connection to the kernel, and that firnd's unanswered requests and open handles.
     pub fn resume<B: Backing>(
         adapter: Adapter<B>,
         mount_point: &Path,
         options: &SessionOptions,
-        kept: ResumedConnection<'_>,
+        saved_connection: ResumedConnection<'_>,
     ) -> Result<Self, SessionError> {
         let dispatcher = adapter.into_dispatcher();
         let workers = dispatcher.workers();
         let threads = thread_count(options.threads);
         let ResumedConnection {
             device,
-            number,
+            number: device_number,
             exchange,
             left,
-        } = kept;
+        } = saved_connection;
         let origin = Origin::Resumed { exchange, left };
         let served =
             dev_fuse::serve(dispatcher, device, origin, threads).map_err(SessionError::Start)?;
         let mount_point = mount_point.to_owned();
-        Ok(Self::new(mount_point, Some(number), workers, served))
+        Ok(Self::new(mount_point, Some(device_number), workers, served))
     }
 
     /// Makes the session of a connection whose threads already run.

@@ -61,17 +61,17 @@ struct Queue<R: Responder> {
 }
 
 /// The stalled writes of a mount.
-pub(crate) struct StalledWrites<B: Backing, R: Responder> {
+pub(crate) struct WriteQueue<B: Backing, R: Responder> {
     engine: Arc<Engine<B>>,
     gate: Option<Arc<dyn Gate>>,
     workers: Workers,
     coherence: Arc<Coherence<B>>,
     queue: Mutex<Queue<R>>,
-    /// Number of stalled writes. The status shows it, and [`StalledWrites::write`] reads it without the lock.
+    /// Number of stalled writes. The status shows it, and [`WriteQueue::write`] reads it without the lock.
     count: Arc<AtomicU64>,
 }
 
-impl<B: Backing, R: Responder> StalledWrites<B, R> {
+impl<B: Backing, R: Responder> WriteQueue<B, R> {
     /// Makes an empty queue. `gate`, which makes changes wait for transactions, is `None` on a mount without them.
     pub(crate) fn new(
         engine: Arc<Engine<B>>,
@@ -112,7 +112,7 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         Arc::clone(&self.count)
     }
 
-    /// Carries out a write: at once if there is room, else as soon as there is room.
+    /// Carries out a write: at once if there is room and no write is queued, else as soon as there is room.
     pub(crate) fn write(self: &Arc<Self>, write: PendingWrite<R>, data: &[u8]) {
         if self.count.load(Ordering::Acquire) > 0 {
             return self.enqueue(write, data, 0);
@@ -135,7 +135,9 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         remainder: &[u8],
     ) -> Result<Written, Errno> {
         let _pass = match &self.gate {
-            Some(gate) => Some(self.enter_gate(&**gate, write, accepted_bytes, remainder.len())?),
+            Some(gate) => {
+                Some(self.acquire_write_pass(&**gate, write, accepted_bytes, remainder.len())?)
+            }
             None => None,
         };
         let offset = write.target.offset + accepted_bytes as u64;
@@ -143,10 +145,11 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
             .write(write.target.handle, offset, remainder, write.principal())
     }
 
-    /// Waits until transactions allow a write, and returns the right to make it (a pass). While a transaction is
-    /// prepared, a write that needs only memory is allowed. A write that first changes the backing (the directory below
-    /// the mount) is not, and waits for the outcome.
-    fn enter_gate<'a>(
+    /// Waits until transactions allow a write, and returns the right to make it (a *pass*). There are two kinds:
+    /// * [`Gate::enter`] for a write that needs only memory. It is allowed while a transaction is prepared.
+    /// * [`Gate::enter_change`] for a write that first changes the backing (the directory below the mount). It waits
+    ///   for the outcome of the transaction.
+    fn acquire_write_pass<'a>(
         &self,
         gate: &'a dyn Gate,
         write: &PendingWrite<R>,
@@ -155,8 +158,9 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
     ) -> Result<Pass<'a>, Errno> {
         let pass = gate.enter(write.target.inode);
         let end = end_of(write, accepted_bytes, remainder_len);
-        // The pass is already held, so no transaction of the file can be prepared between this answer and the write.
-        if !gate.holds_up_changes() || !self.changes_backing(write, end)? {
+        // The pass is already held, so no transaction of the file can be prepared between this check and the write.
+        let needs_only_memory = !gate.holds_up_changes() || !self.changes_backing(write, end)?;
+        if needs_only_memory {
             return Ok(pass);
         }
         // Returned first, because a thread may hold only one pass.
@@ -326,7 +330,7 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
     }
 
     /// Puts a write back at the head. Returns true if nothing will serve the queue: then the caller has to call
-    /// [`StalledWrites::register_for_room`].
+    /// [`WriteQueue::register_for_room`].
     fn return_head(&self, head: StalledWrite<R>) -> bool {
         let mut queue = self.queue.lock();
         queue.writes.push_front(head);

@@ -79,18 +79,21 @@ struct WaitingRequest {
     withdraw: Option<Withdraw>,
     /// Time of the last reported signal.
     interrupted_at: Option<Instant>,
-    /// Time since which the caller waits as a process that exits.
-    exits_at: Option<Instant>,
+    /// When the wait of a caller that exits began; `None` if the caller does not exit.
+    exit_wait_started_at: Option<Instant>,
 }
 
 impl WaitingRequest {
-    /// Whether the caller is a process that exits, and the drain has made no progress for too long. False if the
-    /// progress is not known.
-    fn is_stuck_exit(&self, progress: Option<&Progress>) -> bool {
-        let (Some(exits_at), Some(progress)) = (self.exits_at, progress) else {
+    /// Whether the caller is a process that exits, and the drain (the write of pending bytes to the backing) has made
+    /// no progress for [`EXIT_DRAIN_TIMEOUT`]. Such a process gets an early answer, because no signal can end it. False
+    /// if the progress is not known.
+    fn is_exit_stalled(&self, progress: Option<&Progress>) -> bool {
+        let (Some(exit_wait_started_at), Some(progress)) = (self.exit_wait_started_at, progress)
+        else {
             return false;
         };
-        exits_at.max(progress.changed_at).elapsed() >= EXIT_DRAIN_TIMEOUT
+        let stalled_since = exit_wait_started_at.max(progress.changed_at);
+        stalled_since.elapsed() >= EXIT_DRAIN_TIMEOUT
     }
 }
 
@@ -210,7 +213,7 @@ impl Unanswered {
             early_answer,
             withdraw: None,
             interrupted_at: is_interrupted.then(Instant::now),
-            exits_at: None,
+            exit_wait_started_at: None,
         };
         shard.waiting.insert(unique, request);
         // `watch` takes another lock.
@@ -245,7 +248,7 @@ impl Unanswered {
     /// Records that the caller of the request is a process that exits.
     pub(crate) fn record_exiting_caller(self: &Arc<Self>, unique: u64) {
         if let Some(request) = self.shard(unique).lock().waiting.get_mut(&unique) {
-            request.exits_at = Some(Instant::now());
+            request.exit_wait_started_at = Some(Instant::now());
         }
         self.watch(unique);
     }
@@ -324,18 +327,18 @@ impl Unanswered {
         let operation = request.operation;
         let withdraw = request.withdraw.clone();
         let interrupted_at = request.interrupted_at;
-        let is_stuck_exit = request.is_stuck_exit(progress);
+        let is_exit_stalled = request.is_exit_stalled(progress);
         // From here on without the lock, because `signal_effect` reads files in /proc. Also, `withdraw` takes the lock
         // of its queue, and removes the request from this table.
         drop(shard);
-        let decision = match interrupted_at {
-            _ if is_stuck_exit => EarlyAnswerDecision::Accept,
-            Some(interrupted_at) => {
-                decide(signal_effect(caller), interrupted_at.elapsed(), operation)
-            }
-            None => EarlyAnswerDecision::Wait,
+        let decision = if is_exit_stalled {
+            EarlyAnswerDecision::Accept
+        } else if let Some(interrupted_at) = interrupted_at {
+            decide(signal_effect(caller), interrupted_at.elapsed(), operation)
+        } else {
+            EarlyAnswerDecision::Wait
         };
-        // Only a request that still waits in a queue can be withdrawn; this answers it.
+        // Removes the request from its queue and answers it. Returns false if the request waits in no queue.
         let try_withdraw = || withdraw.is_some_and(|withdraw| withdraw());
         match decision {
             EarlyAnswerDecision::Wait => false,

@@ -1,4 +1,4 @@
-//! The watch: it reports changes of names and files to the commit rules.
+//! The *watch*: an observer that learns of changes of names and files, and passes them to the commit rules.
 //!
 //! A *commit rule* says which changes are one checkpoint, and which change completes it. A rule begins a *transaction*
 //! (all of its changes appear at once) before a change, and ends it after a change. The watch belongs to the [`Gate`],
@@ -26,7 +26,7 @@ pub enum WatchedChange {
     Create(InodeId, OsString),
     /// A program makes another object or a hard link: the directory, and the name in it.
     Make(InodeId, OsString),
-    /// A program changes the length of a file.
+    /// A program changes the length of a file, by truncate(2) or the like.
     Cut(InodeId),
     /// A program removes a name: the directory, and the name in it.
     Remove(InodeId, OsString),
@@ -55,7 +55,8 @@ pub trait ChangeWatch: Send + Sync {
     /// Reports the end of a change. `handle`: the handle, if the change opened a file for writing.
     fn end_change(&self, ticket: WatchTicket, is_made: bool, handle: Option<HandleId>);
 
-    /// Whether the contents of `inode` were left by a writer that has ended, and are about to be dropped.
+    /// Whether the contents of `inode` are of an incomplete checkpoint with no writer any more. They are about to be
+    /// dropped: the file gets its earlier contents back, or disappears.
     fn must_drop_contents(&self, inode: InodeId) -> bool;
 
     /// Waits until such contents of `inode` are dropped. Called before an open, so that a restarted program does not

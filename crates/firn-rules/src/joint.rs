@@ -1,11 +1,16 @@
 //! A checkpoint that several hosts write together: the state that each host publishes about its part, and the next
 //! step of each host.
 //!
+//! Terms
+//! * *part*: the files of the checkpoint that the programs of one host wrote.
+//! * *event*: the change that completes the checkpoint.
+//! * *needs*: the conditions for its commit, such as a number of files.
+//! * *attempt*: one try to commit all parts together. Its *verdict* is whether the parts have no conflict.
+//! * *decision*: the final commit or abort. There is one for each checkpoint.
+//!
 //! Each host has its own machine (the state machine of commit rules), which sees the changes of that host's programs.
-//! The *event* is the change that completes the checkpoint; *needs* are the conditions for its commit. A host's *part*
-//! is what its programs wrote; an *attempt* is one try to commit all parts. The hosts share a directory of the backing,
-//! the file system below the mount (`firn_transact::NamesBallot`). Each host joins there before its first change. No
-//! host sends requests to another host.
+//! The hosts share a directory of the backing, the file system below the mount (`firn_transact::NamesBallot`). Each
+//! host joins there before its first change. No host sends requests to another host.
 //!
 //! ```text
 //!   writing ──event──► each host publishes the state of its part ──all closed, needs hold──► attempt N
@@ -50,11 +55,11 @@ pub struct HostState {
     pub changes: u64,
     /// Number of files that are open for writing, and of changes in progress.
     pub open: usize,
-    /// Number of living writers.
+    /// Number of living writers; at least 1 for a removal, so that the hosts do not abort it.
     pub living: usize,
     /// Number of jobs that still run although their writers have ended successfully.
     pub idle_jobs: usize,
-    /// Number of living writers, for conditions that count writers.
+    /// Number of living writers without that minimum, for conditions that count writers.
     pub writers: usize,
     /// Number of writers of the previous checkpoint.
     pub writers_before: usize,
@@ -160,7 +165,8 @@ pub type Obstacle<'a> = &'a dyn Fn(&BTreeMap<String, HostState>) -> Option<Strin
 /// caller takes the step, looks at the shared state again, and calls again.
 ///
 /// A decision is carried out first. Without one, a dead host or a failed writer leads to an abort, and an open attempt
-/// to commit is continued. Otherwise the host publishes the event and the state of its part before it begins an attempt.
+/// to commit is continued. Otherwise the host publishes the event and the state of its part, and then begins an
+/// attempt.
 ///
 /// `view` is the shared state as read by this host, and `own` its own part. `dead` are the hosts that have died.
 /// `obstacle` says why the parts do not allow the commit.

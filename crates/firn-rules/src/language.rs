@@ -140,8 +140,11 @@ pub(crate) fn relative<'a>(path: &'a [u8], dir: &[u8]) -> Option<&'a [u8]> {
 impl ScopePattern {
     /// Returns the scope (the files of one checkpoint) that contains `path`; `None` if the rule does not concern the
     /// path. If several scopes match, the outermost one is returned.
+    ///
+    /// For example, the pattern `step{T}/` assigns `step10/rank0.pt` to the scope with the name `step10`.
     pub(crate) fn find(&self, path: &[u8]) -> Option<FoundScope> {
-        // With `begins=`, only a file that matches this pattern leads to the scope, which is the file's directory.
+        // With the option `begins=`, a directory is a scope only if it has a file that matches the option. The scope is
+        // therefore found only from the path of such a file.
         if let Some(begins) = &self.begins {
             let top = parent_of(path);
             let name = relative(path, top)?;
@@ -183,8 +186,12 @@ impl ScopePattern {
         self.has_captures && self.tops.has_directories()
     }
 
-    /// Returns the scope (the files of one checkpoint) that has this *top*, an uppermost name of it. Returns `None` if
-    /// the rule's pattern does not match the name.
+    /// Returns the scope (the files of one checkpoint) of this path, if the whole path matches the rule's pattern.
+    /// Returns `None` otherwise.
+    ///
+    /// Without captures (variable parts such as `{N}`), each matching path is a scope. With captures, all paths with
+    /// the same values are one scope, as `step{N}.model` and `step{N}.optimizer`. Such a scope has several tops (names
+    /// in its directory).
     fn scope_with_top(&self, top: &[u8]) -> Option<FoundScope> {
         let PatternMatch { captures, depth } = self.tops.find(top)?;
         if !self.has_captures {
@@ -194,9 +201,10 @@ impl ScopePattern {
                 identity: ScopeIdentity::Path(top.to_vec()),
             });
         }
-        // The pattern may match several components, as `step{N}/rank*`. The first of them is the top, so all tops of a
-        // scope are in one directory.
-        let top = (1..depth).fold(top, |path, _| parent_of(path));
+        // The pattern may match several components (`depth`), as `step{N}/rank*`. The first of them is the top, so all
+        // tops of a scope are in one directory.
+        let parents_to_top = depth - 1;
+        let top = (0..parents_to_top).fold(top, |path, _| parent_of(path));
         Some(FoundScope {
             dir: parent_of(top).to_vec(),
             top: top.to_vec(),
@@ -366,8 +374,11 @@ impl LineParser<'_> {
         Ok(Some(rule))
     }
 
-    /// Parses the scope of a rule, which says what files are one checkpoint. `options` are the words after the event,
-    /// of which `begins=` belongs to the scope. `kinds` are the kinds of text that the captures `{…}` match.
+    /// Parses the scope of a rule: the pattern of the files that are one checkpoint. `options` are the words after the
+    /// event, of which `begins=` belongs to the scope.
+    ///
+    /// A capture is a variable part of a pattern, such as `{N}`. `kinds` says for each capture what it matches, such as
+    /// a number.
     fn parse_scope(
         &self,
         scope: Word<'_>,
@@ -381,9 +392,11 @@ impl LineParser<'_> {
             Some(text) => (text, NO_PREFIX),
             None => (scope.text, AT_ANY_DEPTH),
         };
+        // Errors name positions in the line, so a removed slash shifts the offset.
+        let slash_bytes = scope.text.len() - text.len();
         let tops_word = Word {
             text,
-            offset: scope.offset + scope.text.len() - text.len(),
+            offset: scope.offset + slash_bytes,
         };
         let tops = self.compile_pattern(tops_word, kinds, prefix)?;
         let begins = match begins_word {
@@ -473,8 +486,10 @@ impl LineParser<'_> {
     }
 
     /// Parses the event of a rule, the change that completes a checkpoint. `is_dir` says whether the scope is a
-    /// directory. `names` are the captures `{…}` of the scope, the only ones that the event may use; `kinds` are their
-    /// kinds of text.
+    /// directory.
+    ///
+    /// A capture is a variable part of a pattern, such as `{N}`. `names` are the captures of the scope, the only ones
+    /// that the event may use. `kinds` says for each of them what it matches, such as a number.
     fn parse_event(
         &self,
         word: Word<'_>,
@@ -512,8 +527,10 @@ impl LineParser<'_> {
     }
 
     /// Parses the file or directory that the event of a rule concerns: the scope (the files of one checkpoint) itself,
-    /// a path in it, or a name beside it. `is_dir` says whether the scope is a directory. `names` are the captures
-    /// `{…}` of the scope, the only ones that the event may use; `kinds` are their kinds of text.
+    /// a path in it, or a name beside it. `is_dir` says whether the scope is a directory.
+    ///
+    /// A capture is a variable part of a pattern, such as `{N}`. `names` are the captures of the scope, the only ones
+    /// that the event may use. `kinds` says for each of them what it matches, such as a number.
     fn parse_event_target(
         &self,
         target: Word<'_>,
@@ -562,8 +579,10 @@ impl LineParser<'_> {
         Ok(EventTarget::Beside(pattern))
     }
 
-    /// Parses a word after the event, such as `keep=3` or `*=same`, and adds its meaning to the rule. Words that other
-    /// functions parse (`begins=` and kinds of captures) are skipped. `names` are the captures of the scope.
+    /// Parses an option, a word after the event, and adds it to the rule: `keep=N`, or a condition such as `*=same`.
+    ///
+    /// Skips `begins=` and the kinds of captures, such as `T=number`: [`Self::parse_scope`] and
+    /// [`Self::capture_kinds`] have parsed these before. `names` are the captures of the scope.
     fn parse_option(
         &self,
         word: Word<'_>,
@@ -580,7 +599,8 @@ impl LineParser<'_> {
             ));
         };
         let value_offset = word.offset + key.len() + 1;
-        if key == "begins" || names.iter().any(|name| name == key) {
+        let is_kind_of_capture = names.iter().any(|name| name == key);
+        if key == "begins" || is_kind_of_capture {
             return Ok(());
         }
         let value_word = Word {
@@ -595,6 +615,7 @@ impl LineParser<'_> {
             }
             return Ok(());
         }
+        // Any other key is the pattern of a condition.
         let count = self.parse_required_count(value_word)?;
         let files_word = Word {
             text: key,
@@ -646,7 +667,7 @@ fn parse_positive(text: &str) -> Option<usize> {
     text.parse().ok().filter(|number| *number > 0)
 }
 
-/// For a pattern of a whole path or name.
+/// Prefix of a pattern that must match a whole path or name.
 const NO_PREFIX: &str = "";
 /// Regular expression for any directories before a pattern.
 const AT_ANY_DEPTH: &str = "(?:.*/)?";

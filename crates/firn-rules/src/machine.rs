@@ -16,7 +16,7 @@
 //!                                └──────────────────────────────────► aborted
 //!
 //!                a name of a committed scope is removed first
-//!    committed ───────────────► removal ── a newer one is committed, and the removal is over ──► removed
+//!    committed ───────────────► removal ── a newer one is committed, and the removal has ended ► removed
 //!                                   ├───── its programs ended well, and the mount ends ────────► removed
 //!                                   └───── the remover was killed, a newer one failed ─────────► as before
 //! ```
@@ -47,10 +47,10 @@ use crate::rule_set::{LocatedPath, PathRole, RuleSet};
 /// Number of a scope. A number is never reused.
 pub type ScopeNumber = u64;
 
-/// Value instead of a handle for a file that is not open for writing.
+/// Replaces the handle of a file that the program created without opening it for writing.
 pub const NOT_OPEN: u64 = u64::MAX;
 
-/// How a process ended, or closed a file.
+/// How a process ended, or how a file was closed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ending {
     /// The file was closed by close(2), or the process exited with status 0.
@@ -206,56 +206,77 @@ enum ScopePurpose {
     PartialRemoval,
 }
 
+/// What a change does that lies in the names of an open scope.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum NextChangeEffect {
+    /// It belongs to the open scope.
+    JoinsOpenScope,
+    /// The open scope is ending, so the change begins a new one.
+    BeginsScope,
+}
+
 /// An open scope.
 #[derive(Debug)]
 struct Scope {
     key: ScopeKey,
     purpose: ScopePurpose,
+
+    // Names and files.
+    /// Names in the directory of the scope that belong to it, with all below them.
     tops: BTreeSet<Vec<u8>>,
     /// Tops that do not exist now, because programs removed them or gave them other names.
     removed_tops: BTreeSet<Vec<u8>>,
+    /// Tops that were renamed within their directory: old and new name.
+    renamed_tops: Vec<[Vec<u8>; 2]>,
     /// Files that exist, as far as the machine has seen them.
     files: BTreeSet<Vec<u8>>,
     /// Files of the last commit of this checkpoint that programs have not written again yet. The condition `renewed`
-    /// asks that none is left.
+    /// requires that this set is empty.
     unwritten: BTreeSet<Vec<u8>>,
-    /// Living processes that changed something in the scope.
-    living_writers: BTreeSet<u32>,
-    /// All processes that changed something in the scope.
-    writers: BTreeSet<u32>,
-    /// Jobs that still run although their writers have ended successfully, such as a shell script between two commands.
-    idle_jobs: BTreeSet<u32>,
-    /// Whether a checkpoint of this name existed before.
-    existed_before: bool,
-    /// Whether a writer failed. The scope is then aborted once all its writers have ended.
-    has_failed: bool,
-    /// For a removal: whether a newer checkpoint was begun after the removal, and was aborted.
-    has_newer_failed: bool,
-    /// Jobs that opened files for writing, by path.
-    written_by: BTreeMap<Vec<u8>, u32>,
-    /// Tops that were renamed within their directory: old and new name.
-    renamed_tops: Vec<[Vec<u8>; 2]>,
-    /// Counter of changes and of ends of writers.
-    changes: u64,
-    /// Whether the scope contains, besides its own checkpoint, the next one, of which the other hosts do not know. The
-    /// next checkpoint is complete only after the next event.
-    is_extended: bool,
-    /// The last file that was refused to another job.
-    last_refused_file: Option<String>,
     /// Files that are open for writing, by handle.
     open: BTreeMap<u64, Vec<u8>>,
+    /// The last file that was refused to another job.
+    last_refused_file: Option<String>,
+
+    writers: ScopeWriters,
+
+    // State. The flags are independent of each other.
+    /// Whether a checkpoint of this name existed before.
+    existed_before: bool,
     /// Whether the event of the rule has happened, so that the scope counts as complete. Some later changes set it to
     /// false again, such as the first change for the next checkpoint in the same scope.
     event_seen: bool,
-    /// Files that were closed by the end of a process, by process.
-    closed_by_exit: BTreeMap<u32, Vec<Vec<u8>>>,
+    /// Whether a writer failed. The scope is then aborted once all its writers have ended.
+    has_failed: bool,
+    /// Only used by a removal: whether a newer checkpoint was begun after the removal, and was aborted.
+    has_newer_failed: bool,
+    /// Whether the scope contains, besides its own checkpoint, the next one, of which the other hosts do not know. The
+    /// next checkpoint is complete only after the next event.
+    is_extended: bool,
+    /// Whether the caller is still beginning the scope, or adding a name to it. Operations in the scope wait.
+    is_beginning: bool,
+    /// Whether the caller was instructed to commit or abort the scope. Operations in the scope wait.
+    is_ending: bool,
     /// Number of operations in the scope that were allowed by [`Machine::enter_operation`] and not ended by
     /// [`Machine::finish_operation`].
     operations_under_way: usize,
-    /// Whether the caller is still beginning the scope, or adding a name to it.
-    is_beginning: bool,
-    /// Whether the caller was told to commit or abort the scope. Programs must not change it then.
-    is_over: bool,
+    /// Counter of changes and of ends of writers. It shows whether the scope has changed since a host published it.
+    changes: u64,
+}
+
+/// Processes and jobs that write an open scope.
+#[derive(Debug, Default)]
+struct ScopeWriters {
+    /// Living processes that changed something in the scope.
+    living: BTreeSet<u32>,
+    /// All processes that changed something in the scope.
+    all: BTreeSet<u32>,
+    /// Jobs that still run although their writers have ended successfully, such as a shell script between two commands.
+    idle_jobs: BTreeSet<u32>,
+    /// Jobs that opened files for writing, by path of the file.
+    file_jobs: BTreeMap<Vec<u8>, u32>,
+    /// Files that were closed by the end of a process, by process. They wait until its exit status is known.
+    closed_by_exit: BTreeMap<u32, Vec<Vec<u8>>>,
 }
 
 /// A scope that was committed.
@@ -333,32 +354,31 @@ impl StepOrder {
 }
 
 impl Scope {
-    /// Creates an empty scope (the files of one checkpoint), which programs write or remove, as `purpose` says.
+    /// Creates a scope (the files of one checkpoint) without names, files and writers. `purpose` is whether programs
+    /// write it or remove it. All flags are false; the fields have docs at the definition of [`Scope`].
     fn new(key: ScopeKey, purpose: ScopePurpose) -> Self {
         Self {
             key,
             purpose,
+            // Names and files.
             tops: BTreeSet::new(),
             removed_tops: BTreeSet::new(),
+            renamed_tops: Vec::new(),
             files: BTreeSet::new(),
             unwritten: BTreeSet::new(),
-            living_writers: BTreeSet::new(),
-            idle_jobs: BTreeSet::new(),
-            writers: BTreeSet::new(),
+            open: BTreeMap::new(),
+            last_refused_file: None,
+            writers: ScopeWriters::default(),
+            // State.
             existed_before: false,
+            event_seen: false,
             has_failed: false,
             has_newer_failed: false,
-            written_by: BTreeMap::new(),
-            renamed_tops: Vec::new(),
-            changes: 0,
             is_extended: false,
-            last_refused_file: None,
-            open: BTreeMap::new(),
-            event_seen: false,
-            closed_by_exit: BTreeMap::new(),
-            operations_under_way: 0,
             is_beginning: false,
-            is_over: false,
+            is_ending: false,
+            operations_under_way: 0,
+            changes: 0,
         }
     }
 
@@ -400,14 +420,15 @@ impl Scope {
     /// since.
     fn is_complete_removal(&self) -> bool {
         let has_ended =
-            self.operations_under_way == 0 && !self.is_beginning && self.living_writers.is_empty();
+            self.operations_under_way == 0 && !self.is_beginning && self.writers.living.is_empty();
         let has_failed = self.has_failed || self.has_newer_failed;
         has_ended && !has_failed && self.removed_tops == self.tops
     }
 
     /// Updates the paths of files in the scope after a rename of `from`, a file or directory, to `to`.
     ///
-    /// The renamed files, and a file that the rename replaced, count as written again: they are no longer `unwritten`.
+    /// The renamed files count as written again: they are no longer `unwritten`. So does a file that the rename
+    /// replaced at `to`.
     fn rename_files(&mut self, from: &[u8], to: &[u8]) {
         let new_path = |path: &[u8]| [to, &path[from.len()..]].concat();
         let renamed_files: Vec<Vec<u8>> = self
@@ -423,21 +444,22 @@ impl Scope {
             self.files.insert(new_path(file));
         }
         if renamed_files.is_empty() {
-            // The machine has not seen the file, for example because it existed before the scope began.
+            // This state machine has not seen the file yet, for example because it existed before the scope began.
             self.files.insert(to.to_vec());
         }
+        // Open files and the writers of files are recorded by path too.
         for path in self.open.values_mut() {
             if is_at_or_below(path, from) {
                 *path = new_path(path);
             }
         }
-        for (path, job) in std::mem::take(&mut self.written_by) {
+        for (path, job) in std::mem::take(&mut self.writers.file_jobs) {
             let path = if is_at_or_below(&path, from) {
                 new_path(&path)
             } else {
                 path
             };
-            self.written_by.insert(path, job);
+            self.writers.file_jobs.insert(path, job);
         }
     }
 
@@ -453,8 +475,8 @@ impl Scope {
 
     /// Adds a living process to the writers of the scope.
     fn add_writer(&mut self, process: u32) {
-        self.living_writers.insert(process);
-        self.writers.insert(process);
+        self.writers.living.insert(process);
+        self.writers.all.insert(process);
     }
 }
 
@@ -516,7 +538,7 @@ fn describe_too_few(found: usize, required: usize, need: &Condition) -> String {
 
 /// Returns whether a scope has these values of captures. A scope that is identified by its path has no captures, so
 /// every value fits it.
-fn has_captures(captures: &Captures, identity: &ScopeIdentity) -> bool {
+fn matches_captures(captures: &Captures, identity: &ScopeIdentity) -> bool {
     match identity {
         ScopeIdentity::Captures(scope_captures) => captures
             .iter()
@@ -544,15 +566,18 @@ impl Machine {
         self.hosts = hosts;
     }
 
-    /// Returns this host's part of a scope (the files of one checkpoint) that several hosts write. The caller must add
-    /// the attempts to commit, which the machine does not know.
+    /// Returns this host's part of a scope (the files of one checkpoint) that several hosts write and commit together
+    /// ([`crate::joint`]). Returns `None` if there is no such scope.
+    ///
+    /// The caller must set `prepared_for` and `is_late`: they describe attempts to commit, which the machine does not
+    /// know.
     pub fn own_part(&self, number: ScopeNumber) -> Option<OwnPart> {
         let scope = self.scopes.get(&number)?;
         let is_write = scope.purpose == ScopePurpose::Write;
         let has_event = if is_write {
             scope.event_seen
         } else {
-            // A removal has no event. It counts as complete once nothing prevents its commit.
+            // A removal has no event. Instead it is complete once nothing prevents its commit.
             self.obstacle(number).is_none()
         };
         Some(OwnPart {
@@ -568,21 +593,24 @@ impl Machine {
 
     /// Returns the state of this host's part of a scope (the files of one checkpoint that several hosts write). The
     /// host publishes it to the other hosts.
+    ///
+    /// The published state has no field for two cases. Both are expressed by a count that is too high:
+    /// * The scope waits for another event: one more open file. The hosts commit only without open files.
+    /// * The scope is a removal, which waits for a newer checkpoint: one living writer if there is none. While a writer
+    ///   lives, the hosts do not abort a scope because it is incomplete.
     fn host_state(&self, scope: &Scope) -> HostState {
         let rule = &self.rules.rules()[scope.key.rule];
         let newest = self.newest_committed(scope.key.rule, &scope.key.dir);
         let is_write = scope.purpose == ScopePurpose::Write;
-        let living_writers = scope.living_writers.len();
-        // A published event cannot be taken back. If the scope was extended after it, one more open file is reported,
-        // so that the hosts wait for the next event.
+        let living_writers = scope.writers.living.len();
+        // The scope was extended after its event was published. An event cannot be withdrawn, so the hosts must wait
+        // for the next one.
         let awaits_event = scope.is_extended && !scope.event_seen && living_writers > 0;
-        let open = scope.open.len()
-            + scope.operations_under_way
-            + scope.closed_by_exit.len()
-            + usize::from(awaits_event);
-        // A finished removal waits for a newer checkpoint. It counts a living writer, so that the hosts do not abort
-        // it.
-        let living = living_writers.max(usize::from(!is_write));
+        let extra_open = usize::from(awaits_event);
+        let open_files =
+            scope.open.len() + scope.operations_under_way + scope.writers.closed_by_exit.len();
+        let is_removal = !is_write;
+        let min_living_writers = usize::from(is_removal);
         let mut needs = Vec::new();
         if is_write {
             for need in &rule.needs {
@@ -595,9 +623,9 @@ impl Machine {
         }
         HostState {
             changes: scope.changes,
-            open,
-            living,
-            idle_jobs: scope.idle_jobs.len(),
+            open: open_files + extra_open,
+            living: living_writers.max(min_living_writers),
+            idle_jobs: scope.writers.idle_jobs.len(),
             writers: living_writers,
             writers_before: newest.map_or(0, |newest| newest.writers),
             needs,
@@ -617,45 +645,53 @@ impl Machine {
     pub fn writer_of_top(&self, number: ScopeNumber, from: &[u8]) -> Option<Writer> {
         let scope = self.scopes.get(&number)?;
         let exists = scope.tops.contains(from) && !scope.removed_tops.contains(from);
-        if !exists || scope.is_over || scope.is_beginning {
+        if !exists || scope.is_ending || scope.is_beginning {
             return None;
         }
         // A living writer is preferred.
-        let &process = scope.living_writers.iter().chain(&scope.writers).next()?;
+        let &process = scope
+            .writers
+            .living
+            .iter()
+            .chain(&scope.writers.all)
+            .next()?;
         Some(Writer {
             process,
-            is_living: scope.living_writers.contains(&process),
+            is_living: scope.writers.living.contains(&process),
         })
     }
 
     /// Returns the reason why the parts of all hosts do not allow the commit of a scope (the files of one checkpoint).
-    /// Returns `None` if the commit is possible.
+    /// Returns `None` if the commit is possible, or if this host has no such scope.
     pub fn obstacle_among_hosts(
         &self,
         number: ScopeNumber,
         states: &BTreeMap<String, HostState>,
     ) -> Option<String> {
         let scope = self.scopes.get(&number)?;
-        // If all hosts have only removed names, no file has to be counted.
-        if states.values().all(|state| state.needs.is_empty()) {
+        // A host that has only removed names publishes no counts. A removal has no conditions to check.
+        let is_removal = states.values().all(|state| state.needs.is_empty());
+        if is_removal {
             return None;
         }
         self.rules.rules()[scope.key.rule]
             .needs
             .iter()
             .enumerate()
-            .find_map(|(index, need)| self.obstacle_of_joint_need(index, need, states))
+            .find_map(|(index, need)| self.unmet_condition_of_hosts(index, need, states))
     }
 
     /// Returns the reason why a condition for a commit is not met by the parts of all hosts together; `None` if it is
     /// met. `index` is the place of the condition in its rule, and `states` has what each host published of its part.
-    fn obstacle_of_joint_need(
+    fn unmet_condition_of_hosts(
         &self,
         index: usize,
         need: &Condition,
         states: &BTreeMap<String, HostState>,
     ) -> Option<String> {
         let sum = |count: &dyn Fn(&HostState) -> usize| states.values().map(count).sum::<usize>();
+        // A host that has only removed names publishes no counts.
+        let has_written = |state: &HostState| !state.needs.is_empty();
         let need_count = |state: &HostState| state.needs.get(index).copied().unwrap_or_default();
         let found = sum(&|state| need_count(state).found);
         let required = match need.count {
@@ -663,7 +699,7 @@ impl Machine {
                 // If all writers have ended well, they did not intend to write more files.
                 let has_living_writer = states
                     .values()
-                    .any(|state| state.living > 0 && !state.needs.is_empty());
+                    .any(|state| state.living > 0 && has_written(state));
                 let is_missing = found > 0 && has_living_writer;
                 return is_missing.then(|| describe_not_renewed(found, need));
             }
@@ -686,10 +722,11 @@ impl Machine {
         };
         let has_changed = part.state.changes != changes || part.state.open > 0;
         let scope = self.scopes.get_mut(&number).expect("found above");
-        if has_changed || scope.is_over || scope.is_beginning {
+        // Programs or the caller are changing the scope, so the published state is out of date.
+        if has_changed || scope.is_ending || scope.is_beginning {
             return false;
         }
-        scope.is_over = true;
+        scope.is_ending = true;
         true
     }
 
@@ -714,7 +751,7 @@ impl Machine {
     /// write again. The other job must have a living writer, or continue between two writers.
     fn file_of_other_job(&self, process: u32, path: &[u8], scope: &Scope) -> Option<Vec<u8>> {
         let own_job = self.job_of(process);
-        for (file, &job) in &scope.written_by {
+        for (file, &job) in &scope.writers.file_jobs {
             if is_at_or_below(file, path) && job != own_job && self.may_job_write_again(job, scope)
             {
                 return Some(file.clone());
@@ -725,9 +762,10 @@ impl Machine {
 
     /// Returns whether a job has a living writer in a scope, or continues between two writers.
     fn may_job_write_again(&self, job: u32, scope: &Scope) -> bool {
-        scope.idle_jobs.contains(&job)
+        scope.writers.idle_jobs.contains(&job)
             || scope
-                .living_writers
+                .writers
+                .living
                 .iter()
                 .any(|&writer| self.job_of(writer) == job)
     }
@@ -765,13 +803,13 @@ impl Machine {
 
     /// Returns the rule of the scope that a change of `path` would belong to, and the top that contains the path.
     pub fn explain(&self, path: &LocatedPath) -> Option<(&Rule, Vec<u8>)> {
-        let AssignedScope { key, top } = self.assign_scope(path)?;
+        let AssignedScope { key, top } = self.scope_for_path(path)?;
         Some((&self.rules.rules()[key.rule], top))
     }
 
     /// Returns whether a change of this path belongs to a scope, or begins one.
     pub fn concerns(&self, path: &LocatedPath) -> bool {
-        self.open_scope_of(path.path()).is_some() || self.assign_scope(path).is_some()
+        self.open_scope_of(path.path()).is_some() || self.scope_for_path(path).is_some()
     }
 
     /// Returns whether `path` is a directory with names of an open scope, or is in an open scope.
@@ -790,7 +828,7 @@ impl Machine {
     pub fn is_writer(&self, process: u32) -> bool {
         self.scopes
             .values()
-            .any(|scope| scope.living_writers.contains(&process))
+            .any(|scope| scope.writers.living.contains(&process))
     }
 
     /// Returns the open scope that contains a path.
@@ -806,7 +844,7 @@ impl Machine {
     /// Returns the first open scope that `is_wanted` accepts.
     fn find_open_scope(&self, is_wanted: impl Fn(&Scope) -> bool) -> Option<ScopeNumber> {
         for (&number, scope) in &self.scopes {
-            if !scope.is_over && is_wanted(scope) {
+            if !scope.is_ending && is_wanted(scope) {
                 return Some(number);
             }
         }
@@ -814,10 +852,12 @@ impl Machine {
     }
 
     /// Returns the scope (the files of one checkpoint) to which the rules assign a path. The scope need not be open.
+    /// Returns `None` if no rule matches.
     ///
-    /// A *top* is an uppermost name of a scope. If several rules match, the one with the shortest top decides: a file
-    /// in a directory that is a scope belongs to that scope, whatever the file's own name is.
-    fn assign_scope(&self, path: &LocatedPath) -> Option<AssignedScope> {
+    /// A *top* is a name in the scope's directory that belongs to it, with all below it. If several rules match, the
+    /// one with the shortest top decides: a file in a directory that is a scope belongs to that scope, whatever the
+    /// file's own name is.
+    fn scope_for_path(&self, path: &LocatedPath) -> Option<AssignedScope> {
         let mut outermost: Option<AssignedScope> = None;
         for rule_match in &path.matches {
             let found_scope = match &rule_match.role {
@@ -845,19 +885,21 @@ impl Machine {
         outermost
     }
 
-    /// Returns the scope (the files of one checkpoint) to which a *marker* refers: a file beside the checkpoint, such
-    /// as `latest`, with which the program tells that the checkpoint is complete.
+    /// Returns the scope (the files of one checkpoint) to which a *marker* refers: a file beside the checkpoint, which
+    /// the program writes when the checkpoint is complete. The marker is one of the scope's tops (names).
     ///
-    /// This is the newest open scope that fits `captures`, the variable parts of the marker's name. If none is open, it
-    /// is the scope that the captures name. Returns `None` if there are no captures either.
+    /// For example, `latest` has no captures (variable parts), so it refers to the newest open scope in its directory.
+    /// `done-10` refers to the newest open scope with the captured step 10; if none is open, to the scope of step 10.
+    ///
+    /// Returns `None` if no such scope is open and the marker has no captures.
     fn scope_of_marker(&self, rule: usize, path: &[u8], captures: &Captures) -> Option<FoundScope> {
         let dir = parent_of(path);
         let newest_open = self.scopes.values().rev().find(|scope| {
             scope.key.rule == rule
                 && scope.key.dir == dir
-                && !scope.is_over
+                && !scope.is_ending
                 && scope.purpose == ScopePurpose::Write
-                && has_captures(captures, &scope.key.identity)
+                && matches_captures(captures, &scope.key.identity)
         });
         let identity = match newest_open {
             Some(scope) => scope.key.identity.clone(),
@@ -879,12 +921,12 @@ impl Machine {
         };
         let number = self
             .open_scope_of(path.path())
-            .or_else(|| self.open_scope_with(&self.assign_scope(path)?.key));
+            .or_else(|| self.open_scope_with(&self.scope_for_path(path)?.key));
         let Some(number) = number else {
             return Ok(());
         };
         let scope = &self.scopes[&number];
-        if scope.has_failed && !scope.writers.contains(&process) {
+        if scope.has_failed && !scope.writers.all.contains(&process) {
             return Err(Refusal::Failed {
                 rule: self.rules.rules()[scope.key.rule].name.clone(),
             });
@@ -892,16 +934,14 @@ impl Machine {
         Ok(())
     }
 
-    /// Returns whether an operation must wait, because a scope (the files of one checkpoint) that it concerns is
+    /// Returns whether an operation must wait, because the scope (the files of one checkpoint) of one of its paths is
     /// beginning or ending.
     pub fn is_busy(&self, operation: &Operation<'_>) -> bool {
-        for scope in self.scopes.values() {
-            if !scope.is_over && !scope.is_beginning {
-                continue;
-            }
+        let is_changing_state = |scope: &&Scope| scope.is_beginning || scope.is_ending;
+        for scope in self.scopes.values().filter(is_changing_state) {
             for path in operation.paths().into_iter().flatten() {
                 let is_assigned = || {
-                    self.assign_scope(path)
+                    self.scope_for_path(path)
                         .is_some_and(|assigned| assigned.key == scope.key)
                 };
                 if scope.contains(path.path()) || is_assigned() {
@@ -975,12 +1015,14 @@ impl Machine {
                 rule: self.rules.rules()[rule].name.clone(),
             });
         }
+        // An open scope has precedence over one that would begin, and the old name over the new one.
         let entered = scope_of_from
             .or(scope_of_to)
             .or_else(|| self.enter_scope(process, from, ScopePurpose::Write, actions))
             .or_else(|| self.enter_scope(process, to, ScopePurpose::Write, actions));
         if let Some(number) = entered {
-            self.turn_into_write(number, process);
+            self.convert_removal_to_write(number, process);
+            // Only one of the names may lie in the scope. With both, an abort undoes the whole rename.
             self.add_tops(number, &[from.path(), to.path()], actions);
         }
         Ok(entered)
@@ -1001,26 +1043,28 @@ impl Machine {
         Some(self.describe_wait(self.open_scope_of(path)?))
     }
 
-    /// Ends all scopes (each has the files of one checkpoint) at the end of the mount. Incomplete scopes are aborted,
-    /// for `reason`. Returns the aborts and commits that the caller must carry out.
+    /// Aborts all open scopes (each has the files of one checkpoint) at the end of the mount, for `reason`. Returns the
+    /// actions that the caller must carry out.
     ///
-    /// The removal of a whole checkpoint by programs that ended well is committed, unless a newer checkpoint was
-    /// begun after it and is incomplete.
+    /// There is one exception. The removal of a whole checkpoint by programs that ended well is committed, unless a
+    /// newer checkpoint was begun after it and is incomplete.
     pub fn end_all(&mut self, reason: &str) -> Vec<Action> {
         let mut actions = Vec::new();
         let (removals, others): (Vec<ScopeNumber>, Vec<ScopeNumber>) = self
             .open_scopes()
             .into_iter()
-            .filter(|number| !self.scopes[number].is_over)
+            .filter(|number| !self.scopes[number].is_ending)
             .partition(|number| self.scopes[number].purpose == ScopePurpose::Removal);
-        // The others first: the abort of a newer checkpoint prevents the commit of a removal.
+        // The others first: `abort_scope` sets `has_newer_failed` in removals, which prevents their commit.
         for number in others {
             self.abort_scope(number, reason, &mut actions);
         }
         for number in removals {
             let scope = self.scopes.get_mut(&number).expect("listed above");
-            if scope.is_complete_removal() && self.hosts == 0 {
-                scope.is_over = true;
+            // Several hosts commit only together, so this host commits nothing alone.
+            let is_single_host = self.hosts == 0;
+            if is_single_host && scope.is_complete_removal() {
+                scope.is_ending = true;
                 actions.push(Action::Commit { scope: number });
             } else {
                 self.abort_scope(number, reason, &mut actions);
@@ -1038,9 +1082,11 @@ impl Machine {
     }
 
     /// Makes a process a writer of the scope (the files of one checkpoint) to which a path belongs, and returns the
-    /// scope. Begins it if it is not open. Returns `None` if no rule concerns the path.
+    /// scope. Returns `None` if no rule concerns the path.
     ///
-    /// `actions` gets what the caller must do before the operation: begin or extend the scope, or commit earlier ones.
+    /// There are three cases: the path lies in an open scope; or it is a new name of an open scope; or it begins a
+    /// scope. `actions` gets what the caller must do before the operation: begin or extend the scope, or commit earlier
+    /// ones.
     fn enter_scope(
         &mut self,
         process: u32,
@@ -1048,20 +1094,21 @@ impl Machine {
         purpose: ScopePurpose,
         actions: &mut Vec<Action>,
     ) -> Option<ScopeNumber> {
-        if let Some(number) = self.open_scope_of(path.path())
-            && !self.end_or_extend_wide_scope(number, path, purpose, actions)
-        {
-            self.join_scope(number, process, purpose);
-            return Some(number);
+        if let Some(number) = self.open_scope_of(path.path()) {
+            let effect = self.prepare_wide_scope(number, path, purpose, actions);
+            if effect == NextChangeEffect::JoinsOpenScope {
+                self.join_scope(number, process, purpose);
+                return Some(number);
+            }
         }
-        let AssignedScope { key, top } = self.assign_scope(path)?;
+        let AssignedScope { key, top } = self.scope_for_path(path)?;
         if let Some(number) = self.open_scope_with(&key) {
             // The path is a further name of an open scope.
             self.join_scope(number, process, purpose);
             self.add_tops(number, &[&top], actions);
             return Some(number);
         }
-        // Under some rules the begin of a scope completes those before it.
+        // Under some rules the begin of a scope completes those before it, so they are committed here.
         self.complete_earlier_scopes(&key, actions);
         Some(self.begin_scope(process, key, top, purpose, actions))
     }
@@ -1097,8 +1144,11 @@ impl Machine {
             tops: BTreeSet::from([top.clone()]),
             unwritten: files.clone(),
             files,
-            living_writers: BTreeSet::from([process]),
-            writers: BTreeSet::from([process]),
+            writers: ScopeWriters {
+                living: BTreeSet::from([process]),
+                all: BTreeSet::from([process]),
+                ..ScopeWriters::default()
+            },
             existed_before,
             is_beginning: true,
             ..Scope::new(key.clone(), purpose)
@@ -1130,41 +1180,41 @@ impl Machine {
         words.join(&0)
     }
 
-    /// Decides what a change of the next checkpoint means for an open scope (the files of one checkpoint) in the same
-    /// directories. Returns true if the scope has ended, so that the change begins a new one. Returns false if the
-    /// change belongs to the open scope.
+    /// Commits or extends an open scope of several directories before a change in it that belongs to the next
+    /// checkpoint. Has no effect on other scopes and other changes.
     ///
-    /// Matters only for a scope of several directories. Its transaction covers them all, so the next checkpoint cannot
-    /// have a second transaction there. The open scope is committed if its rule allows that now. Otherwise both
-    /// checkpoints become one scope, which the next event completes. With several hosts, the caller has tried the
-    /// commit before ([`Machine::end_wide_scope`]).
-    fn end_or_extend_wide_scope(
+    /// The scope's transaction covers all these directories, so the next checkpoint cannot have a second transaction
+    /// there. If the rule allows it, the scope is committed. Otherwise both checkpoints become one scope, which the
+    /// next event completes. With several hosts, the caller has tried the commit before ([`Machine::end_wide_scope`]).
+    fn prepare_wide_scope(
         &mut self,
         number: ScopeNumber,
         path: &LocatedPath,
         purpose: ScopePurpose,
         actions: &mut Vec<Action>,
-    ) -> bool {
+    ) -> NextChangeEffect {
         if purpose != ScopePurpose::Write {
-            return false;
+            return NextChangeEffect::JoinsOpenScope;
         }
         let Some(key) = self.next_key_in_several_dirs(number, path) else {
-            return false;
+            return NextChangeEffect::JoinsOpenScope;
         };
         let is_written = self.scopes[&number].purpose == ScopePurpose::Write;
-        if is_written && self.hosts == 0 && self.ends_with_next(key.rule) {
+        let is_single_host = self.hosts == 0;
+        if is_written && is_single_host && self.ends_with_next(key.rule) {
             self.complete_earlier_scopes(&key, actions);
         }
         let Some(scope) = self.scopes.get_mut(&number) else {
-            return false;
+            return NextChangeEffect::JoinsOpenScope;
         };
-        if !scope.is_over {
-            // From here on the scope is that of the next checkpoint, and waits for a further event.
-            scope.key = key;
-            scope.event_seen = false;
-            scope.is_extended = true;
+        if scope.is_ending {
+            return NextChangeEffect::BeginsScope;
         }
-        scope.is_over
+        // From here on the scope is that of the next checkpoint, and waits for a further event.
+        scope.key = key;
+        scope.event_seen = false;
+        scope.is_extended = true;
+        NextChangeEffect::JoinsOpenScope
     }
 
     /// Returns the key of the checkpoint that a path belongs to, if the path lies in the directories of an open scope
@@ -1174,7 +1224,7 @@ impl Machine {
         number: ScopeNumber,
         path: &LocatedPath,
     ) -> Option<ScopeKey> {
-        let key = self.assign_scope(path)?.key;
+        let key = self.scope_for_path(path)?.key;
         let scope = self.scopes.get(&number)?;
         let is_wide = self.rules.rules()[key.rule].scope.is_wide();
         let is_in_same_dir = key.rule == scope.key.rule && key.dir == scope.key.dir;
@@ -1203,14 +1253,16 @@ impl Machine {
         actions
     }
 
-    /// Turns a removal into the beginning of a new checkpoint, of which `process` is a writer.
-    fn turn_into_write(&mut self, number: ScopeNumber, process: u32) {
+    /// Makes the process a writer of a scope. A removal becomes the beginning of a new checkpoint.
+    fn convert_removal_to_write(&mut self, number: ScopeNumber, process: u32) {
         self.join_scope(number, process, ScopePurpose::Write);
     }
 
-    /// Adds names in the directory of a scope (the files of one checkpoint) to its tops, the uppermost names that
-    /// belong to it. A name that lies in the scope already is not added. Adds the action that extends the scope's
-    /// transaction.
+    /// Adds those of `paths` that are directly in the scope's directory to its tops, the names that belong to it with
+    /// all below them. A path that lies in the scope already is ignored.
+    ///
+    /// If any name is new, adds the action that extends the scope's transaction. The scope counts as beginning until
+    /// the caller has carried it out.
     fn add_tops(&mut self, number: ScopeNumber, paths: &[&[u8]], actions: &mut Vec<Action>) {
         let Some(scope) = self.scopes.get_mut(&number) else {
             return;
@@ -1240,7 +1292,7 @@ impl Machine {
         let numbers: Vec<ScopeNumber> = self.scopes.keys().copied().collect();
         for number in numbers {
             let scope = self.scopes.get_mut(&number).expect("listed above");
-            if scope.key.rule == key.rule && scope.key.dir == key.dir && !scope.is_over {
+            if scope.key.rule == key.rule && scope.key.dir == key.dir && !scope.is_ending {
                 scope.event_seen |= scope.purpose == ScopePurpose::Write;
                 self.try_commit(number, actions);
             }
@@ -1305,7 +1357,7 @@ impl Machine {
     }
 
     /// Updates the open scope (the files of one checkpoint) of a file that was created or opened for writing. Does
-    /// nothing if the file is in no open scope.
+    /// nothing if the file is in no open scope. `handle` is [`NOT_OPEN`] if the file was only created.
     fn apply_open(&mut self, process: u32, path: &[u8], handle: u64) {
         let job = self.job_of(process);
         let Some(number) = self.open_scope_of(path) else {
@@ -1318,13 +1370,14 @@ impl Machine {
         if handle != NOT_OPEN {
             scope.open.insert(handle, path.to_vec());
         }
-        scope.written_by.insert(path.to_vec(), job);
-        // `idle` is a state and not an event, so a new change ends it.
+        scope.writers.file_jobs.insert(path.to_vec(), job);
+        // The event `idle` means that no file is open. A file is open again, so the scope is no longer complete.
         if matches!(self.rules.rules()[scope.key.rule].event, RuleEvent::Idle) {
             scope.event_seen = false;
         }
-        // A process that has entered is a writer already. It may have ended by now, so it is not added again.
-        if !scope.writers.contains(&process) {
+        // `enter_operation` has usually made the process a writer. It may have ended since, so it must not become a
+        // living writer again.
+        if !scope.writers.all.contains(&process) {
             scope.add_writer(process);
         }
     }
@@ -1363,12 +1416,17 @@ impl Machine {
                 continue;
             };
             scope.changes += 1;
-            if scope.is_over {
+            if scope.is_ending {
                 continue;
             }
             match ending {
-                Ending::Exit if scope.living_writers.contains(&process) => {
-                    scope.closed_by_exit.entry(process).or_default().push(path);
+                Ending::Exit if scope.writers.living.contains(&process) => {
+                    scope
+                        .writers
+                        .closed_by_exit
+                        .entry(process)
+                        .or_default()
+                        .push(path);
                 }
                 // If the process has exited, its end was reported before. If it failed, the scope has failed already.
                 Ending::Success | Ending::Exit => self.apply_close(number, &path, actions),
@@ -1397,14 +1455,14 @@ impl Machine {
     }
 
     /// Updates the open scope (the files of one checkpoint) of a name that was removed. Commits the scope if the
-    /// removal completes it. A *top* is an uppermost name of a scope.
+    /// removal completes it. A *top* is a name in the scope's directory that belongs to it.
     fn apply_removal(&mut self, path: &[u8], actions: &mut Vec<Action>) {
         let Some(number) = self.open_scope_of(path) else {
             return;
         };
         let scope = self.scopes.get_mut(&number).expect("found above");
         scope.files.remove(path);
-        scope.written_by.remove(path);
+        scope.writers.file_jobs.remove(path);
         scope.unwritten.remove(path);
         if scope.tops.contains(path) {
             scope.removed_tops.insert(path.to_vec());
@@ -1413,13 +1471,15 @@ impl Machine {
         if let RuleEvent::Unlink(target) = &rule.event
             && is_event_target(scope, target, path, rule.scope.is_dir)
         {
-            scope.event_seen |= scope.purpose == ScopePurpose::Write || scope.tops.len() > 1;
+            // The removal of the only name removes the whole checkpoint, so it does not complete it.
+            let has_other_names = scope.tops.len() > 1;
+            scope.event_seen |= scope.purpose == ScopePurpose::Write || has_other_names;
         }
         self.try_commit(number, actions);
     }
 
-    /// Updates the open scope (the files of one checkpoint) of a rename: its files, open files and tops (uppermost
-    /// names) get their new names. Commits the scope if the rename completes it.
+    /// Updates the open scope (the files of one checkpoint) of a rename: its files, open files and tops (its names in
+    /// its directory) get their new names. Commits the scope if the rename completes it.
     fn apply_rename(&mut self, from: &[u8], to: &[u8], actions: &mut Vec<Action>) {
         let Some(number) = self.open_scope_of(to).or_else(|| self.open_scope_of(from)) else {
             return;
@@ -1427,8 +1487,10 @@ impl Machine {
         let scope = self.scopes.get_mut(&number).expect("found above");
         scope.rename_files(from, to);
         scope.rename_top(from, to);
+        // `tops` still has the old name, so the event can be decided by either name.
         let rule = &self.rules.rules()[scope.key.rule];
         let is_event = match &rule.event {
+            // The whole checkpoint, written under a temporary name, gets its final name.
             RuleEvent::Rename(EventTarget::Itself) => {
                 scope.tops.contains(from) && is_scope_name(scope, from)
             }
@@ -1443,24 +1505,25 @@ impl Machine {
         self.try_commit(number, actions);
     }
 
-    /// Records the end of a process, and returns the commits and aborts of checkpoints that follow from it.
+    /// Records the end of a process, and returns the commits and aborts of checkpoints that follow from it. A job has
+    /// the process id of its first process, so the end of that process also ends the job.
     pub fn record_exit(&mut self, process: u32, ending: Ending) -> Vec<Action> {
         let mut actions = Vec::new();
         let job = self.jobs.remove(&process);
         self.living_jobs.remove(&process);
-        // The job of a process that has succeeded continues if its first process is alive.
-        let idle_job = match job {
+        // The job of a process that has succeeded survives if the job's first process is alive.
+        let surviving_job = match job {
             Some(job) if ending == Ending::Success && self.living_jobs.contains(&job) => Some(job),
             _ => None,
         };
         for number in self.open_scopes() {
             let scope = self.scopes.get_mut(&number).expect("listed above");
-            let was_idle_job = scope.idle_jobs.remove(&process);
-            let was_writer = scope.living_writers.remove(&process);
+            let was_idle_job = scope.writers.idle_jobs.remove(&process);
+            let was_writer = scope.writers.living.remove(&process);
             if was_writer {
-                scope.idle_jobs.extend(idle_job);
+                scope.writers.idle_jobs.extend(surviving_job);
             }
-            if scope.is_over {
+            if scope.is_ending {
                 continue;
             }
             if was_writer {
@@ -1484,7 +1547,11 @@ impl Machine {
         let scope = self.scopes.get_mut(&number).expect("the scope is open");
         scope.has_failed |= ending != Ending::Success;
         scope.changes += 1;
-        let closed_files = scope.closed_by_exit.remove(&process).unwrap_or_default();
+        let closed_files = scope
+            .writers
+            .closed_by_exit
+            .remove(&process)
+            .unwrap_or_default();
         if ending == Ending::Success {
             for path in closed_files {
                 self.apply_close(number, &path, actions);
@@ -1492,7 +1559,7 @@ impl Machine {
         }
         // One writer less is required now, so the conditions may be met.
         let scope = &self.scopes[&number];
-        if scope.purpose == ScopePurpose::Write && !scope.living_writers.is_empty() {
+        if scope.purpose == ScopePurpose::Write && !scope.writers.living.is_empty() {
             self.try_commit(number, actions);
         }
         self.end_if_abandoned(number, actions);
@@ -1501,19 +1568,18 @@ impl Machine {
     /// Ends a scope (the files of one checkpoint) once all its writers have ended and none of their operations is in
     /// progress. Commits the scope if it is complete, and aborts it otherwise.
     ///
-    /// A scope that is still beginning is left open. This happens if a program was killed in a call that is still in
-    /// progress. The end of that call ends the scope.
-    ///
-    /// With several hosts, the hosts decide together.
+    /// With several hosts, asks them to decide together instead. Does nothing while the scope is still beginning: the
+    /// call that begins it calls this function again at its end.
     fn end_if_abandoned(&mut self, number: ScopeNumber, actions: &mut Vec<Action>) {
         let Some(scope) = self.scopes.get(&number) else {
             return;
         };
-        let is_abandoned = scope.living_writers.is_empty() && scope.operations_under_way == 0;
-        if !is_abandoned || scope.is_over || scope.is_beginning {
+        let is_abandoned = scope.writers.living.is_empty() && scope.operations_under_way == 0;
+        if !is_abandoned || scope.is_ending || scope.is_beginning {
             return;
         }
-        if self.hosts > 0 && scope.purpose == ScopePurpose::Write {
+        let must_ask_other_hosts = self.hosts > 0 && scope.purpose == ScopePurpose::Write;
+        if must_ask_other_hosts {
             actions.push(Action::Propose { scope: number });
             return;
         }
@@ -1541,14 +1607,16 @@ impl Machine {
         let rule = self.scopes[&number].key.rule;
         let ends_with_next = self.ends_with_next(rule);
         let scope = self.scopes.get_mut(&number).expect("the scope is open");
-        // A program that changes a complete checkpoint and succeeds leaves it complete.
-        scope.event_seen |= (ends_with_next || scope.existed_before) && !scope.has_failed;
+        // A program that changes a complete checkpoint and succeeds leaves it complete. Under some rules the success of
+        // all writers completes a new one too.
+        let completes_without_event = ends_with_next || scope.existed_before;
+        scope.event_seen |= completes_without_event && !scope.has_failed;
         if scope.event_seen {
             self.try_commit(number, actions);
         }
         let scope = &self.scopes[&number];
-        let may_continue = !scope.has_failed && !scope.idle_jobs.is_empty();
-        if !scope.is_over && !may_continue {
+        let may_job_write_more = !scope.has_failed && !scope.writers.idle_jobs.is_empty();
+        if !scope.is_ending && !may_job_write_more {
             let reason = self.reason_of_abort(number);
             self.abort_scope(number, &reason, actions);
         }
@@ -1562,22 +1630,24 @@ impl Machine {
         )
     }
 
-    /// Adds the abort of a scope (the files of one checkpoint) to the actions. Removals of earlier checkpoints of the
-    /// same rule and directory record that a newer scope failed.
+    /// Adds the abort of a scope (the files of one checkpoint) to the actions. Open removals of checkpoints of the same
+    /// rule and directory record that a newer checkpoint failed, so that they are not committed at the end of the
+    /// mount.
     fn abort_scope(&mut self, number: ScopeNumber, reason: &str, actions: &mut Vec<Action>) {
         let Some(scope) = self.scopes.get_mut(&number) else {
             return;
         };
-        scope.is_over = true;
+        scope.is_ending = true;
         actions.push(Action::Abort {
             scope: number,
             reason: reason.to_owned(),
         });
         let rule = scope.key.rule;
         let dir = scope.key.dir.clone();
-        for scope in self.scopes.values_mut() {
-            if scope.key.rule == rule && scope.key.dir == dir {
-                scope.has_newer_failed = true;
+        // Other scopes get the flag too, but only removals read it.
+        for other in self.scopes.values_mut() {
+            if other.key.rule == rule && other.key.dir == dir {
+                other.has_newer_failed = true;
             }
         }
     }
@@ -1590,7 +1660,8 @@ impl Machine {
             .find(|scope| scope.key.rule == rule && scope.key.dir == dir)
     }
 
-    /// Returns the reason why a scope cannot be committed now. Returns `None` if it can be.
+    /// Returns what a scope waits for, if it cannot be committed now. The text completes the sentence "it waits for …".
+    /// Returns `None` if the scope can be committed.
     fn obstacle(&self, number: ScopeNumber) -> Option<String> {
         let scope = &self.scopes[&number];
         if scope.operations_under_way > 0 {
@@ -1603,8 +1674,10 @@ impl Machine {
         }
     }
 
-    /// Returns the reason why the removal of a checkpoint by programs cannot be committed now; `None` if it can. The
-    /// last complete checkpoint is removed only after a newer one is committed.
+    /// Returns what the removal of a checkpoint by programs waits for; `None` if it can be committed now. The text
+    /// completes the sentence "it waits for …".
+    ///
+    /// The last complete checkpoint is removed only after a newer one is committed.
     fn obstacle_of_removal(&self, scope: &Scope) -> Option<String> {
         if scope.removed_tops != scope.tops {
             return Some("the end of its removal".to_owned());
@@ -1622,8 +1695,10 @@ impl Machine {
         Some(waits_for.to_owned())
     }
 
-    /// Returns the reason why a written checkpoint cannot be committed now; `None` if it can. Its *event* is the change
-    /// that completes it, and its conditions say which files it must have.
+    /// Returns what a written checkpoint waits for; `None` if it can be committed now. The text completes the sentence
+    /// "it waits for …".
+    ///
+    /// Its *event* is the change that completes it, and its conditions say which files it must have.
     fn obstacle_of_write(&self, scope: &Scope) -> Option<String> {
         let rule = &self.rules.rules()[scope.key.rule];
         if scope.has_failed {
@@ -1632,12 +1707,13 @@ impl Machine {
         if !scope.event_seen {
             return Some(rule.describe_event());
         }
-        if !scope.closed_by_exit.is_empty() {
+        if !scope.writers.closed_by_exit.is_empty() {
             return Some("the end of a process that had files open".to_owned());
         }
         if let Some(path) = scope.open.values().next() {
             let path = String::from_utf8_lossy(path);
             let count = scope.open.len();
+            // The path is an example.
             return Some(format!("{count} files to be closed, as {path}"));
         }
         // If several hosts write the scope, its conditions are counted over all hosts.
@@ -1646,24 +1722,26 @@ impl Machine {
         }
         rule.needs
             .iter()
-            .find_map(|need| self.obstacle_of_need(scope, need, rule.scope.is_dir))
+            .find_map(|need| self.unmet_condition(scope, need, rule.scope.is_dir))
     }
 
-    /// Returns the reason why a condition for the commit of a scope (the files of one checkpoint) is not met. Returns
-    /// `None` if it is met. `is_dir` says whether the rule's scopes are directories.
-    fn obstacle_of_need(&self, scope: &Scope, need: &Condition, is_dir: bool) -> Option<String> {
+    /// Returns the files that a condition for the commit of a scope (the files of one checkpoint) still requires;
+    /// `None` if it is met. The text completes the sentence "it waits for …".
+    ///
+    /// `is_dir` says whether the rule's scopes are directories.
+    fn unmet_condition(&self, scope: &Scope, need: &Condition, is_dir: bool) -> Option<String> {
         let newest = self.newest_committed(scope.key.rule, &scope.key.dir);
         let found = scope.count_for(need, is_dir);
         let required = match need.count {
             RequiredCount::Renewed => {
                 // If all writers have ended well, they did not intend to write more files.
-                let is_missing = found > 0 && !scope.living_writers.is_empty();
+                let is_missing = found > 0 && !scope.writers.living.is_empty();
                 return is_missing.then(|| describe_not_renewed(found, need));
             }
             RequiredCount::Number(number) => number,
             RequiredCount::Writers => {
                 let writers_before = newest.map_or(0, |newest| newest.writers);
-                scope.living_writers.len().max(writers_before)
+                scope.writers.living.len().max(writers_before)
             }
             RequiredCount::Same => newest.map_or(0, |newest| newest.count_for(need, is_dir)),
         };
@@ -1683,8 +1761,8 @@ impl Machine {
     /// Adds the commit of a scope to the actions, if nothing prevents the commit. With several hosts, adds the
     /// proposal to decide instead.
     fn try_commit(&mut self, number: ScopeNumber, actions: &mut Vec<Action>) {
-        let is_over = self.scopes.get(&number).is_none_or(|scope| scope.is_over);
-        if is_over || self.obstacle(number).is_some() {
+        let is_ending = self.scopes.get(&number).is_none_or(|scope| scope.is_ending);
+        if is_ending || self.obstacle(number).is_some() {
             return;
         }
         if self.hosts > 0 {
@@ -1692,7 +1770,7 @@ impl Machine {
             return;
         }
         let scope = self.scopes.get_mut(&number).expect("found above");
-        scope.is_over = true;
+        scope.is_ending = true;
         actions.push(Action::Commit { scope: number });
     }
 
@@ -1703,31 +1781,14 @@ impl Machine {
         let Some(scope) = self.scopes.remove(&number) else {
             return actions;
         };
-        let has_same_key = |committed: &CommittedScope| committed.key == scope.key;
-        // A checkpoint that this machine did not see committed is older than all others in the list.
-        let earlier_index = self.committed.iter().position(has_same_key).unwrap_or(0);
-        self.committed.retain(|committed| !has_same_key(committed));
-        let index = match scope.purpose {
-            // After a removal there is no checkpoint to remember.
-            ScopePurpose::Removal => return actions,
-            ScopePurpose::Write => self.committed.len(),
-            // A checkpoint from which a part was removed keeps its place in the order of commits.
-            ScopePurpose::PartialRemoval => self.committed.len().min(earlier_index),
-        };
         let rule = scope.key.rule;
         let dir = scope.key.dir.clone();
-        let remaining_tops: BTreeSet<Vec<u8>> = scope
-            .tops
-            .difference(&scope.removed_tops)
-            .cloned()
-            .collect();
-        let committed = CommittedScope {
-            writers: scope.living_writers.len(),
-            tops: remaining_tops,
-            files: scope.files,
-            key: scope.key,
-        };
-        self.committed.insert(index, committed);
+        let is_removal = scope.purpose == ScopePurpose::Removal;
+        self.update_history(scope);
+        if is_removal {
+            return actions;
+        }
+        // A removal may have waited for this newer checkpoint.
         for other in self.open_scopes() {
             let key = &self.scopes[&other].key;
             if key.rule == rule && key.dir == dir {
@@ -1741,12 +1802,39 @@ impl Machine {
         actions
     }
 
+    /// Updates the list of commits after the commit of a scope (the files of one checkpoint, or their removal). An
+    /// earlier commit of the same checkpoint is replaced. After a removal there is no checkpoint to remember.
+    fn update_history(&mut self, scope: Scope) {
+        let has_same_key = |committed: &CommittedScope| committed.key == scope.key;
+        // The list is in the order of commits. A checkpoint that this machine did not see committed is the oldest.
+        let earlier_index = self.committed.iter().position(has_same_key).unwrap_or(0);
+        self.committed.retain(|committed| !has_same_key(committed));
+        let index = match scope.purpose {
+            ScopePurpose::Removal => return,
+            ScopePurpose::Write => self.committed.len(),
+            // A checkpoint from which a part was removed keeps its place in the order of commits.
+            ScopePurpose::PartialRemoval => self.committed.len().min(earlier_index),
+        };
+        let remaining_tops: BTreeSet<Vec<u8>> = scope
+            .tops
+            .difference(&scope.removed_tops)
+            .cloned()
+            .collect();
+        let committed = CommittedScope {
+            writers: scope.writers.living.len(),
+            tops: remaining_tops,
+            files: scope.files,
+            key: scope.key,
+        };
+        self.committed.insert(index, committed);
+    }
+
     /// Returns the removals of the complete checkpoints in a directory beyond the number that the rule keeps, the
     /// oldest first. Returns none if the rule keeps all.
     ///
-    /// `names` are the names in the directory. `linked` are the tops (uppermost names of checkpoints) to which a link
-    /// in it leads. Checkpoints with such tops, and open checkpoints, are kept. The removals begin at once; changes of
-    /// these checkpoints wait until the checkpoints are removed.
+    /// `names` are the names in the directory. `linked` are the tops (names of checkpoints) to which a link in it
+    /// leads. Checkpoints with such tops, and open checkpoints, are kept. The removals begin at once; changes of these
+    /// checkpoints wait until the checkpoints are removed.
     pub fn rotate(
         &mut self,
         rule: usize,
@@ -1784,16 +1872,9 @@ impl Machine {
         let mut committed = self.committed_in(rule, dir, names);
         let mut earlier: Vec<(StepOrder, CommittedScope)> = Vec::new();
         for path in names {
-            let Some(found) = found_scope_of(path, rule) else {
+            let Some((found, key)) = self.scope_of_name(path, rule, dir) else {
                 continue;
             };
-            // Another rule may claim this name: the rule with the shortest top decides.
-            let Some(AssignedScope { key, .. }) = self.assign_scope(path) else {
-                continue;
-            };
-            if found.dir != dir || found.top != path.path() || key.rule != rule {
-                continue;
-            }
             let mut listed = committed
                 .iter_mut()
                 .chain(earlier.iter_mut().map(|(_, scope)| scope));
@@ -1815,6 +1896,21 @@ impl Machine {
             earlier.into_iter().map(|(_, scope)| scope).collect();
         complete.append(&mut committed);
         complete
+    }
+
+    /// Returns the scope of which `path` is a name in the directory, and its key. Returns `None` if the name is in no
+    /// scope of this rule.
+    fn scope_of_name<'p>(
+        &self,
+        path: &'p LocatedPath,
+        rule: usize,
+        dir: &[u8],
+    ) -> Option<(&'p FoundScope, ScopeKey)> {
+        let found = found_scope_of(path, rule)?;
+        // Another rule may claim this name: the rule with the shortest top decides.
+        let AssignedScope { key, .. } = self.scope_for_path(path)?;
+        let is_name_in_dir = found.dir == dir && found.top == path.path();
+        (is_name_in_dir && key.rule == rule).then_some((found, key))
     }
 
     /// Returns the scopes of a rule in a directory that this machine saw committed, without the tops that are not in
@@ -1839,7 +1935,7 @@ impl Machine {
         let tops: Vec<Vec<u8>> = complete.tops.iter().cloned().collect();
         let mut scope = Scope::new(complete.key, ScopePurpose::Removal);
         scope.tops = complete.tops;
-        scope.is_over = true;
+        scope.is_ending = true;
         self.scopes.insert(number, scope);
         Action::Remove {
             scope: number,
@@ -1853,7 +1949,7 @@ impl Machine {
     pub fn record_removal_made(&mut self, number: ScopeNumber) {
         if let Some(scope) = self.scopes.get_mut(&number) {
             scope.removed_tops = scope.tops.clone();
-            scope.is_over = false;
+            scope.is_ending = false;
         }
     }
 
@@ -1875,7 +1971,7 @@ impl Machine {
     /// Records that the caller is about to abort a scope. No program changes the scope any more.
     pub fn record_abort_begun(&mut self, number: ScopeNumber) {
         if let Some(scope) = self.scopes.get_mut(&number) {
-            scope.is_over = true;
+            scope.is_ending = true;
         }
     }
 
@@ -1888,7 +1984,7 @@ impl Machine {
     pub fn living_writers(&self, number: ScopeNumber) -> Vec<u32> {
         match self.scopes.get(&number) {
             Some(scope) if scope.purpose == ScopePurpose::Write => {
-                scope.living_writers.iter().copied().collect()
+                scope.writers.living.iter().copied().collect()
             }
             _ => Vec::new(),
         }
@@ -1902,7 +1998,7 @@ impl Machine {
         let mut actions = Vec::new();
         if let Some(scope) = self.scopes.get_mut(&number) {
             scope.has_failed = true;
-            scope.is_over = false;
+            scope.is_ending = false;
             scope.changes += 1;
             self.end_if_abandoned(number, &mut actions);
         }
@@ -1912,7 +2008,7 @@ impl Machine {
     /// Records that the commit of a scope failed. Programs may change the scope again.
     pub fn record_commit_failed(&mut self, number: ScopeNumber) {
         if let Some(scope) = self.scopes.get_mut(&number) {
-            scope.is_over = false;
+            scope.is_ending = false;
         }
     }
 
@@ -1966,7 +2062,7 @@ fn is_event_target(scope: &Scope, target: &EventTarget, path: &[u8], is_dir: boo
             .is_some_and(|path_in_scope| pattern.matches(path_in_scope)),
         EventTarget::Beside(pattern) => relative(path, &scope.key.dir)
             .and_then(|name| pattern.captures(name))
-            .is_some_and(|captures| has_captures(&captures, &scope.key.identity)),
+            .is_some_and(|captures| matches_captures(&captures, &scope.key.identity)),
     }
 }
 

@@ -79,8 +79,8 @@ pub struct CheckpointOfPath {
 }
 
 impl RuleSet {
-    /// Returns the checkpoint that contains a path, according to the patterns of the rules alone; `None` if no rule
-    /// matches. Whether the checkpoint was ever written does not matter.
+    /// Returns the checkpoint to which a path belongs by the patterns of the rules; `None` if no rule matches. No file
+    /// is checked on disk.
     pub fn checkpoint_of(&self, path: &[u8]) -> Option<CheckpointOfPath> {
         // The outermost scope of all rules counts.
         let (rule, found) = self
@@ -95,7 +95,7 @@ impl RuleSet {
         Some(CheckpointOfPath {
             rule: self.rules[rule].name.clone(),
             step: found.step(),
-            // All names of one checkpoint have the same group.
+            // Only equality of these texts matters, so the debug form is enough.
             group: format!("{rule} {:?} {:?}", found.dir, found.identity),
             top: found.top,
         })

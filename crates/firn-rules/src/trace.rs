@@ -513,16 +513,22 @@ impl TracePlayer {
         }
     }
 
-    /// Carries out one action that the machine of commit rules requires for a scope (the files of one checkpoint).
-    /// Records it after its effect on the scopes, and before the further actions.
+    /// Carries out one action that the machine of commit rules requires for a scope (the files of one checkpoint), and
+    /// records it as a reaction to `line`.
+    ///
+    /// The machine may answer an action by further actions. They are carried out last, so the reactions are recorded in
+    /// the order in which the actions occur.
     fn carry_out_one(&mut self, line: usize, action: Action) {
+        // Only an abort has a reason.
         let no_reason = String::new();
+        // The trace does not say which files existed before it.
+        let existed_before = false;
         match action {
             Action::Begin {
                 scope, rule, tops, ..
             } => {
                 let paths = to_texts(&tops);
-                self.machine.record_begun(scope, false);
+                self.machine.record_begun(scope, existed_before);
                 let played_scope = PlayedScope {
                     rule: rule.clone(),
                     paths: paths.clone(),
@@ -532,7 +538,7 @@ impl TracePlayer {
             }
             Action::Join { scope, tops } => {
                 let paths = to_texts(&tops);
-                self.machine.record_begun(scope, false);
+                self.machine.record_begun(scope, existed_before);
                 let played_scope = self.scopes.entry(scope).or_default();
                 played_scope.paths.extend(paths.iter().cloned());
                 let rule = played_scope.rule.clone();

@@ -116,10 +116,11 @@ impl Policy for KeepNewest<'_> {
         Ok(units)
     }
 
-    /// Decides about one unit, a name at the source (the followed host) with everything below it, usually a checkpoint.
+    /// Decides whether to copy one unit, usually a checkpoint, of the followed host. A unit is a name in the listed
+    /// directory with everything below it.
     ///
-    /// The first `keep` units of each list, which begins with the newest, are copied. A unit is skipped if its present
-    /// copy has the same number of files and bytes and the same newest time.
+    /// Each list begins with the newest unit. Its first `keep` units are copied, except those with a current copy: one
+    /// with the same number of files and bytes and the same newest time.
     fn plan_copy(&mut self, (): &mut (), unit: &Unit) -> Result<CopyPlan<()>, PullError> {
         if self.chosen_count == self.request.keep {
             return Ok(CopyPlan::Skip);
@@ -137,10 +138,13 @@ impl Policy for KeepNewest<'_> {
             source: PullSource::Path(join(&self.request.source, unit.name.as_path())),
             carriage: self.request.carriage.clone(),
             target: self.directory.begin_copy(name)?,
+            // A unit with an open file is an error.
             cut: false,
+            // A stalled pull ends at once. The next round tries again.
             patience: Duration::ZERO,
             bytes_max: None,
         };
+        // This policy bounds no space, so nothing is reserved.
         Ok(CopyPlan::Pull {
             request,
             reservation: (),

@@ -469,17 +469,18 @@ impl Endpoint {
     }
 
     /// Begins reads of the other host's memory into a buffer. The endpoint must be connected, and the buffer's pool
-    /// prepared. When all reads are complete, [`Endpoint::poll`] returns the buffer with `number`.
+    /// prepared. When all reads are complete, [`Endpoint::poll`] returns the buffer with `number`, by which the caller
+    /// identifies it.
     ///
-    /// Reads that cannot be begun at once are queued.
+    /// A read that exceeds the provider's maximum is split. Reads that cannot be begun at once are queued.
     pub fn land(&mut self, number: u64, buffer: Buffer, reads: Vec<Read>) -> Result<(), OfiError> {
         let read_bytes_max = self.objects.read_bytes_max();
-        let mut short_reads = Vec::with_capacity(reads.len());
+        let mut split_reads = Vec::with_capacity(reads.len());
         for read in reads {
             assert!(read.into.end <= buffer.len(), "a read is within its buffer");
-            read.split(read_bytes_max, &mut short_reads);
+            read.split(read_bytes_max, &mut split_reads);
         }
-        if short_reads.is_empty() {
+        if split_reads.is_empty() {
             self.filled_buffers
                 .push_back(FilledBuffer { number, buffer });
             return Ok(());
@@ -487,9 +488,9 @@ impl Endpoint {
         let buffer_index = self.add_pending(PendingBuffer {
             number,
             buffer,
-            incomplete_reads: short_reads.len(),
+            incomplete_reads: split_reads.len(),
         });
-        for read in short_reads {
+        for read in split_reads {
             self.queued_reads
                 .push_back(QueuedRead { buffer_index, read });
         }

@@ -1,14 +1,17 @@
 //! The choice of a host's *partner*: another host that keeps copies of the files that this host has in memory only
 //! (*held* files).
 //!
-//! A partner *follows* this host: it stays connected and copies held files. While no partner follows, this host asks
-//! other hosts (a *search*), in an order that the *ring* of all hosts gives. While a partner follows, this host
-//! occasionally searches for a better one: a host that comes earlier in this order, and is new or has returned. A
-//! chosen host becomes the partner when it connects to follow.
+//! A partner *follows* this host: it stays connected and copies held files. While no partner follows, this host
+//! searches for one: it asks other hosts in an order that the *ring* of all hosts gives. While a partner follows, this
+//! host occasionally searches for a better one, which comes earlier in this order.
+//!
+//! Another host is in one of these states:
+//! * *chosen*: this host asks it to become the partner. One host at most is chosen.
+//! * *partner*: the chosen host has connected to this host and follows it.
+//! * *former partner*: another host is the partner now, and does not yet have copies of all held files.
 //!
 //! Promise: the record of this host, a file in the shared backing, names every host that may have the only copy of a
-//! file. An earlier partner therefore remains in the record, as a *former*, until the new partner has copies of all
-//! held files.
+//! file. These are the partner and the former partners.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -40,41 +43,31 @@ const BETTER_SEARCH_PAUSES: Backoff = Backoff::new(Duration::from_secs(1), Durat
 /// Time after which a better host that did not follow is asked again. If it has a new record, it is asked at once.
 const BETTER_RETRY_AFTER: Duration = Duration::from_secs(120);
 /// Maximum number of former partners that the record names.
-const FORMERS_MAX: usize = 8;
+const FORMER_PARTNERS_MAX: usize = 8;
 /// Value of the option `partner` that leaves the choice to the ring.
 const WANTED_NEXT: &str = "next";
 
-/// Chooses the host that keeps copies of this host's files in memory (the partner), and chooses again when it leaves.
+/// Searches for a partner, a host that keeps copies of this host's files in memory, and searches again when it leaves.
+/// This is the body of a thread, which runs until the process ends.
 ///
-/// This is the body of a thread, which runs until the process ends. `key_file` is this host's record in the backing,
-/// where other hosts find its partners. `options` and `domains` (hosts that fail together) restrict the choice.
-pub(crate) fn choose_partners(
+/// `key_file` is this host's record in the backing, where other hosts find its partners. `options` and `domains` (hosts
+/// that fail together) restrict the choice.
+pub(crate) fn run_partner_search(
     service: &Arc<PartnerService>,
     key_file: &KeyFile,
     options: &PartnerStatus,
     domains: &Domains,
 ) -> ! {
-    let mut chooser = Chooser {
-        service,
-        record: key_file.clone(),
-        options,
-        domains,
-        note: String::new(),
-        refused_records: BTreeSet::new(),
-        failed_attempts: BTreeMap::new(),
-        last_hosts: Vec::new(),
-        mount: None,
-    };
+    let mut chooser = Chooser::new(service, key_file, options, domains);
     // The pauses between searches grow while no host becomes the partner, or no better host is found.
     let mut search_pauses = SEARCH_PAUSES.start();
     let mut better_search = BetterSearchSchedule::new();
     loop {
         // The partner is connected, so it copies files.
         if service.is_followed_by_partner() {
-            // An empty note: the status of the mount shows no reason why there is no partner.
-            chooser.set_note("");
-            // Earlier partners leave the record once this partner has copies of all files.
-            chooser.forget_formers();
+            // The note in the status of the mount said why there was no partner.
+            chooser.clear_note();
+            chooser.drop_unneeded_former_partners();
             if better_search.is_due() {
                 let search_again_soon = chooser.search_better_partner();
                 better_search.schedule_next(search_again_soon);
@@ -82,7 +75,7 @@ pub(crate) fn choose_partners(
             // If this partner leaves, the next search comes at once and its pauses begin with the shortest.
             search_pauses.reset();
             std::thread::sleep(CHECK_INTERVAL);
-        } else if chooser.search_partner() {
+        } else if chooser.find_partner() {
             // A new partner was found. Better ones are searched after the shortest pause again.
             search_pauses.reset();
             better_search = BetterSearchSchedule::new();
@@ -162,10 +155,30 @@ struct Chooser<'a> {
     mount: Option<OpenMount>,
 }
 
-impl Chooser<'_> {
+impl<'a> Chooser<'a> {
+    /// Makes the state of a thread that has not searched yet.
+    fn new(
+        service: &'a Arc<PartnerService>,
+        key_file: &KeyFile,
+        options: &'a PartnerStatus,
+        domains: &'a Domains,
+    ) -> Self {
+        Self {
+            service,
+            record: key_file.clone(),
+            options,
+            domains,
+            note: String::new(),
+            refused_records: BTreeSet::new(),
+            failed_attempts: BTreeMap::new(),
+            last_hosts: Vec::new(),
+            mount: None,
+        }
+    }
+
     /// Asks one host after the other to keep copies of this host's files. Returns whether one of them has become this
     /// host's partner. If none has, the status of the mount shows the reason of the last one asked.
-    fn search_partner(&mut self) -> bool {
+    fn find_partner(&mut self) -> bool {
         let candidates = self.candidates();
         let mut failure = if candidates.is_empty() {
             "no other host has an agent for this backing".to_owned()
@@ -173,7 +186,7 @@ impl Chooser<'_> {
             String::new()
         };
         for candidate in candidates {
-            match self.ask(&candidate) {
+            match self.choose_and_ask(&candidate) {
                 Answer::Follows => return true,
                 Answer::DoesNotFollow => {
                     failure = format!(
@@ -184,19 +197,19 @@ impl Chooser<'_> {
                 Answer::Refuses(reason) => failure = reason,
             }
         }
-        // `ask` has chosen each host before it asked. A host that is late must not become the partner now.
+        // A host that was asked may still be chosen. None must be, because a late one would become the partner now.
         self.service.choose(None);
         self.set_note(&failure);
         false
     }
 
-    /// Asks the hosts that are better than the current partner, the host that keeps copies of this host's files in
-    /// memory. Better hosts come earlier in the order in which this host asks.
+    /// Replaces the partner, which keeps copies of this host's files, by a better host if one agrees. A host is better
+    /// if it comes earlier in the order of [`Self::candidates`].
     ///
-    /// A partner that does not yet have copies of all these files is not replaced. Nor is one that an option names.
+    /// Asks no host while the partner does not yet have copies of all files, or if an option names the partner.
     ///
-    /// Returns whether the next search should come soon. This is so if the partner is still copying, hosts have
-    /// appeared or disappeared, a host was asked, or the partner has changed.
+    /// Returns whether the next search should come soon: the partner is still copying, hosts have appeared or
+    /// disappeared, or a host was asked.
     fn search_better_partner(&mut self) -> bool {
         let Some(partner) = self.service.chosen() else {
             return false;
@@ -209,7 +222,8 @@ impl Chooser<'_> {
             return false;
         }
         let candidates = self.candidates();
-        let mut search_again_soon = self.record_hosts(&candidates);
+        let have_hosts_changed = self.record_hosts(&candidates);
+        let mut search_again_soon = have_hosts_changed;
         for candidate in candidates {
             if candidate.host == partner.host {
                 // The later candidates are worse than the partner.
@@ -225,13 +239,12 @@ impl Chooser<'_> {
                 continue;
             }
             let current_partner = self.service.chosen();
-            if matches!(self.ask(&candidate), Answer::Follows) {
+            if matches!(self.choose_and_ask(&candidate), Answer::Follows) {
                 self.failed_attempts.remove(&candidate.host);
                 return true;
             }
             // The candidate did not follow, so the previous partner is chosen again.
             self.service.choose(current_partner);
-            // The list of hosts is looked at again after the shortest pause.
             search_again_soon = true;
             let attempt = FailedAttempt {
                 agent_key,
@@ -269,12 +282,12 @@ impl Chooser<'_> {
         }
     }
 
-    /// Asks a host to become the partner, which keeps copies of this host's files. Waits until it *follows*: it has
-    /// connected to this host to copy files.
+    /// Chooses a host as the partner, which keeps copies of this host's files, and asks it to become that. Waits until
+    /// the host *follows*: it has connected to this host to copy files.
     ///
-    /// Only after [`Answer::Follows`] is the host the partner. After any other answer it may remain the *chosen* host,
-    /// so the caller must then choose another host or none.
-    fn ask(&mut self, candidate: &PartnerCandidate) -> Answer {
+    /// Only after [`Answer::Follows`] is the host the partner. After any other answer the caller must choose another
+    /// host or none, because this one may remain chosen.
+    fn choose_and_ask(&mut self, candidate: &PartnerCandidate) -> Answer {
         let host = &candidate.host;
         let mut peer = match Peer::connect(host, &self.service.route()) {
             Ok(peer) => peer,
@@ -292,7 +305,7 @@ impl Chooser<'_> {
             host: host.clone(),
             note,
         }));
-        if let Err(error) = peer.adopt(&self.service.host) {
+        if let Err(error) = peer.request_following(&self.service.host) {
             return Answer::Refuses(error.to_string());
         }
         let asked_at = Instant::now();
@@ -309,11 +322,12 @@ impl Chooser<'_> {
         Answer::Follows
     }
 
-    /// Writes a new partner to the record, so that a restart finds the copies. The earlier partner becomes a former.
+    /// Writes a new partner to the record, so that a restart finds the copies. The earlier partner becomes a former
+    /// partner.
     fn record_partner(&mut self, host: &str) {
         let mut formers: Vec<String> = self.record.holders().cloned().collect();
         formers.retain(|former| former != host);
-        formers.truncate(FORMERS_MAX);
+        formers.truncate(FORMER_PARTNERS_MAX);
         self.store_record(KeyFile {
             partner: Some(host.to_owned()),
             formers,
@@ -321,8 +335,8 @@ impl Chooser<'_> {
         });
     }
 
-    /// Removes the formers from the record once the partner has copies of all held files.
-    fn forget_formers(&mut self) {
+    /// Removes the former partners from the record once the partner has copies of all held files.
+    fn drop_unneeded_former_partners(&mut self) {
         if !self.record.formers.is_empty() && self.service.has_partner_copied_all() {
             self.store_record(KeyFile {
                 formers: Vec::new(),
@@ -353,6 +367,11 @@ impl Chooser<'_> {
             });
         }
         text
+    }
+
+    /// Removes the note from the status of the mount.
+    fn clear_note(&mut self) {
+        self.set_note("");
     }
 
     /// Sends firnd the reason why there is no partner; an empty text if there is one. Logs a new reason.

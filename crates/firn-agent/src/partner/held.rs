@@ -2,17 +2,19 @@
 //! *partner* of the source.
 //!
 //! This host follows the source while the source accepts it as a partner: it lists the source's files in rounds, and
-//! copies those that are complete (`crate::follow`). firnd, which serves the mount of the source, counts the changes of
-//! each file. This host *marks* a file at the source once it has a copy; the mark has the number of changes that the
-//! copy includes. If the following connection is silent for long, the source considers this partner dead. The partner
-//! therefore sends heartbeats, which are short requests, during long work.
+//! copies those that are complete (`crate::follow`). If the following connection is silent for long, the source
+//! considers this partner dead. The partner therefore sends heartbeats, which are short requests, during long work.
 //!
-//! The *arena* is the memory of a mount. If the source has another arena than before, the files of the earlier one are
-//! in the backing (the directory that the mount serves), or they are lost.
+//! Terms
+//! * *firnd*: the process that serves the source's mount. It counts the changes of each file.
+//! * *mark*: reports to the source that this host has a copy of a file, with the number of changes in the copy.
+//! * *arena*: the memory of a mount. If the source has another arena than before, the files of the earlier one are in
+//!   the backing (the directory that the mount serves), or they are lost.
 //!
 //! Invariants
 //! * A file is marked only if a complete copy with the marked number of changes has its final name.
-//! * A copy of an arena that the source lost is replaced or removed only if other files have the same bytes.
+//! * A copy that may be the last one is replaced or removed only if its bytes exist elsewhere. This is a copy from an
+//!   arena that the source has lost.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -32,7 +34,7 @@ use crate::partner::copy::PartnerCopy;
 use crate::partner::record::{CopyRecord, stored_bytes};
 use crate::partner::service::PartnerService;
 use crate::peer::{Peer, Route};
-use crate::pull::{Outcome, PullRequest, PullSource, check_entries, is_same_file};
+use crate::pull::{Outcome, PullRequest, PullSource, check_entries, is_same_as_remote};
 use crate::server::Level;
 use crate::source::join;
 use crate::transport_choice::DataTransport;
@@ -169,26 +171,19 @@ impl Policy for CopyHeld<'_> {
         Ok(true)
     }
 
-    /// Decides about one unit of the source: a name in its mount with everything below it. The source is the host for
-    /// which this host keeps copies of files in memory.
+    /// Decides whether to copy one unit of the source, the host of which this host keeps copies. A unit is a name in
+    /// the source's mount with everything below it. If it is to be copied, reserves the space.
     ///
-    /// Plans a copy, unless an earlier copy still has the unit's bytes. A copy of an earlier arena (memory of the
-    /// source's mount) is replaced only if it has no files that exist nowhere else. Space for the copy is reserved.
+    /// The unit is not copied if [`Self::plan_to_keep`] keeps an earlier copy, or if there is no space.
     fn plan_copy(
         &mut self,
         connection: &mut FollowConnection,
         unit: &Unit,
     ) -> Result<CopyPlan<SpaceReservation>, PullError> {
-        if let Some(copy) = self.service.copies.find_copy(self.source, &unit.name) {
-            let is_of_lost_arena = copy.record.arena != connection.firnd.arena;
-            if is_of_lost_arena {
-                if self.has_unique_files(&copy, unit, connection)? {
-                    return Ok(CopyPlan::Refuse(self.explain_kept_copy(&unit.name)));
-                }
-            } else if let Some(entries) = self.try_to_renew(&copy, &unit.name, connection)? {
-                connection.mark_copied(&unit.name, &entries)?;
-                return Ok(CopyPlan::Skip);
-            }
+        if let Some(copy) = self.service.copies.find_copy(self.source, &unit.name)
+            && let Some(plan) = self.plan_to_keep(&copy, unit, connection)?
+        {
+            return Ok(plan);
         }
         let bytes = stored_bytes(&unit.entries);
         let reservation = match self.service.copies.reserve(bytes) {
@@ -207,7 +202,9 @@ impl Policy for CopyHeld<'_> {
             // libfabric.
             carriage: DataTransport::connection_only(),
             target: self.service.copies.begin_copy(self.source, &unit.name)?,
+            // A unit with an open file is an error.
             cut: false,
+            // A stalled pull ends at once. The next round tries again.
             patience: Duration::ZERO,
             bytes_max: Some(bytes),
         };
@@ -221,10 +218,10 @@ impl Policy for CopyHeld<'_> {
         connection.send_due_heartbeat()
     }
 
-    /// Gives the complete copy of a unit its name and its record, and then marks its files at the source, the host of
-    /// which they are copies. A mark tells the source that the file has a copy with this number of changes.
+    /// Gives the complete copy of a unit its name and its record. Then reports each of its files to the source (the
+    /// copied host) as copied, with the file's number of changes: a *mark*.
     ///
-    /// If a file was changed during the pull, the copy is aborted, which is no error.
+    /// If a file was changed during the pull, the copy is aborted, which is no error. `elapsed` is for the log.
     fn commit_copy(
         &mut self,
         connection: &mut FollowConnection,
@@ -232,10 +229,12 @@ impl Policy for CopyHeld<'_> {
         outcome: Outcome,
         elapsed: Duration,
     ) -> Result<(), PullError> {
-        // A file was changed during the pull. A later round copies the new state.
         if !outcome.changed.is_empty() {
+            // A later round copies the new state.
             return self.abort_copy(unit);
         }
+        // The record identifies the state of the source: its memory (`arena`), and the run of its server
+        // (`incarnation`), which counts the changes.
         let record = CopyRecord {
             unit: unit.name.clone(),
             arena: connection.firnd.arena.clone(),
@@ -262,12 +261,8 @@ impl Policy for CopyHeld<'_> {
         format!("{} cannot copy {}: {error}", self.service.host, unit.name)
     }
 
-    /// Removes copies of those units (names in the source's mount) that the source, the copied host, no longer holds in
-    /// memory. `units` are those that it holds.
-    ///
-    /// If the source has the same arena (the mount's memory), such a unit was written to the backing, the served
-    /// directory, or removed. If it has another arena, the unit may be lost at the source. The copy is then removed
-    /// only if the backing has all of its bytes.
+    /// Removes copies of units that the source, the copied host, no longer has in memory. `units` are those that it
+    /// has. A copy remains if [`Self::may_remove`] says that it may be the last one.
     fn remove_unneeded(
         &mut self,
         connection: &mut FollowConnection,
@@ -279,17 +274,8 @@ impl Policy for CopyHeld<'_> {
             if held_units.contains(unit) {
                 continue;
             }
-            if copy.record.arena != connection.firnd.arena {
-                let is_first_comparison = connection.compared_units.insert(unit.clone());
-                // Each comparison reads all bytes, so it is made once for each connection.
-                if !is_first_comparison {
-                    continue;
-                }
-                let unit_path = self.service.mount_point.join(unit);
-                let on_progress = &mut || connection.send_due_heartbeat();
-                if !copy.has_all_files_in(&unit_path, on_progress)? {
-                    continue;
-                }
+            if !self.may_remove(&copy, connection)? {
+                continue;
             }
             self.service.copies.remove_copy(self.source, unit)?;
             self.service.log.say(Level::Event, || {
@@ -360,13 +346,60 @@ impl Policy for CopyHeld<'_> {
 }
 
 impl CopyHeld<'_> {
-    /// Tries to keep a copy that was made under an earlier firnd, the process that serves the mount of the source (the
-    /// copied host). firnd counts the changes of each file; the numbers in the copy's record mean nothing to another
-    /// firnd.
+    /// Returns a plan if an earlier copy of a unit must remain; `None` if a new copy is to replace it.
     ///
-    /// If each file that the source holds in memory has the same bytes as the copy, the copy gets a new record, and the
-    /// source's list of the files is returned. Returns `None` if the copy must be made again.
-    fn try_to_renew(
+    /// There are two reasons to keep a copy:
+    /// * The source has lost the memory (the arena) from which it was made, and it has files that exist nowhere else.
+    /// * It still has the same bytes as the unit. The files are then marked as copied again.
+    fn plan_to_keep(
+        &mut self,
+        copy: &PartnerCopy,
+        unit: &Unit,
+        connection: &mut FollowConnection,
+    ) -> Result<Option<CopyPlan<SpaceReservation>>, PullError> {
+        let is_of_lost_arena = copy.record.arena != connection.firnd.arena;
+        if is_of_lost_arena {
+            let must_keep = self.has_unique_files(copy, unit, connection)?;
+            return Ok(must_keep.then(|| CopyPlan::Refuse(self.explain_kept_copy(&unit.name))));
+        }
+        let Some(entries) = self.revalidate_copy(copy, &unit.name, connection)? else {
+            return Ok(None);
+        };
+        connection.mark_copied(&unit.name, &entries)?;
+        Ok(Some(CopyPlan::Skip))
+    }
+
+    /// Whether a copy of a unit that the source no longer has in memory can be removed without a loss of bytes.
+    ///
+    /// If the source still has the same memory (*arena*), it has written the unit to the served directory (the
+    /// *backing*) or removed it. If it has lost that memory, the copy may be removed only if the backing has all bytes
+    /// of the copy.
+    fn may_remove(
+        &self,
+        copy: &PartnerCopy,
+        connection: &mut FollowConnection,
+    ) -> Result<bool, PullError> {
+        if copy.record.arena == connection.firnd.arena {
+            return Ok(true);
+        }
+        let unit = &copy.record.unit;
+        // Each comparison reads all bytes, so it is made once for each connection.
+        let is_first_comparison = connection.compared_units.insert(unit.clone());
+        if !is_first_comparison {
+            return Ok(false);
+        }
+        let unit_path = self.service.mount_point.join(unit);
+        let on_progress = &mut || connection.send_due_heartbeat();
+        copy.has_all_files_in(&unit_path, on_progress)
+    }
+
+    /// Checks by checksums whether a copy is still valid after a restart of the source's server (firnd), which counts
+    /// the changes of each file anew. If so, writes a new record for the copy, and returns the source's list of its
+    /// files.
+    ///
+    /// Returns `None` if a file that the source holds in memory has other bytes than the copy, or if the server is the
+    /// same. The copy must then be made again.
+    fn revalidate_copy(
         &mut self,
         copy: &PartnerCopy,
         unit: &BytePath,
@@ -376,7 +409,7 @@ impl CopyHeld<'_> {
         if copy.record.incarnation == connection.firnd.incarnation {
             return Ok(None);
         }
-        // A second connection, because files cannot be opened from a list of the following one.
+        // A second connection, because the source opens no files over the connection that follows it.
         let mut peer = Peer::connect(self.source, &self.route)?;
         let EntryList { top, entries } = match peer.list_held(unit) {
             Ok(list) => list,
@@ -394,7 +427,7 @@ impl CopyHeld<'_> {
             let Ok(copied_file) = copy.open(entry.path.as_path()) else {
                 return Ok(None);
             };
-            if !is_same_file(&mut peer, &top, entry, &copied_file, on_progress)? {
+            if !is_same_as_remote(&mut peer, &top, entry, &copied_file, on_progress)? {
                 return Ok(None);
             }
         }

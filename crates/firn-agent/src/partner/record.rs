@@ -34,8 +34,8 @@ impl CopyRecord {
     /// Whether the copy is current: it has each file of `entries` that the other host holds in memory, with the same
     /// length and the same number of changes. Other entries are ignored.
     ///
-    /// The changes are counted by firnd, the process that serves the host's mount. `incarnation` identifies the present
-    /// firnd; the counts of an earlier one do not compare.
+    /// firnd, the server of the host's mount, counts the changes, and begins anew when it restarts. The copy's counts
+    /// are therefore valid only if they are from the firnd that `incarnation` identifies.
     pub(crate) fn is_current(&self, incarnation: &str, entries: &[Entry]) -> bool {
         if self.incarnation != incarnation {
             return false;
@@ -45,15 +45,17 @@ impl CopyRecord {
             let Some(bytes) = file_bytes(entry) else {
                 continue;
             };
-            if entry.held.is_none() {
+            let is_held = entry.held.is_some();
+            if !is_held {
                 continue;
             }
             let Some(copied) = copied_entries.get(&entry.path) else {
                 return false;
             };
+            let has_same_bytes = file_bytes(copied) == Some(bytes);
             let has_same_changes =
                 copied.changes().is_some() && copied.changes() == entry.changes();
-            if file_bytes(copied) != Some(bytes) || !has_same_changes {
+            if !has_same_bytes || !has_same_changes {
                 return false;
             }
         }

@@ -117,15 +117,16 @@ struct Ring {
 impl Ring {
     /// Makes the ring of some hosts, by which each host finds its partner, the host that keeps copies of its files.
     ///
-    /// The ring has the failure domains (hosts that fail together) one after the other, and the hosts of a domain by
-    /// name. Also finds the largest domain, because the distance to the partner is its size.
+    /// Hosts of one failure domain (hosts that fail together) are neighbors, sorted by name. For example, domains a
+    /// and b make the ring `a1 a2 | b1 b2`. A host usually has its partner as many places further as the largest domain
+    /// has hosts: here 2, so a1 has the partner b1.
     fn new(domains: &Domains, mut hosts: Vec<String>) -> Self {
         hosts.sort_by(|a, b| compare_names(a, b));
         hosts.dedup();
-        // Domains are sorted by the index of their first host.
+        // A domain is identified by the index of its first host, and domains are sorted by it.
         let first_of_domain = first_hosts_of_domains(domains, &hosts);
         let mut ring_order: Vec<usize> = (0..hosts.len()).collect();
-        ring_order.sort_by_key(|index| (first_of_domain[*index], *index));
+        ring_order.sort_by_key(|host_index| (first_of_domain[*host_index], *host_index));
 
         let mut largest_domain = 0..0;
         let mut domain_start = 0;

@@ -1,20 +1,23 @@
-//! The state of partners that all connections of an *agent* share. The agent serves the files of this host's mount to
-//! other hosts. A *partner* is another host that keeps copies of the files that this host has in memory only (*held*
-//! files).
+//! Records which hosts keep copies of this host's files, and of which hosts this host keeps copies. All connections of
+//! an *agent*, which serves the files of this host's mount, share this state.
 //!
-//! The state has the partner of this host, the hosts that follow it, and the *sources* that this host follows. To
-//! *follow* a host is to be connected to its agent and to copy its held files. To *mark* a file is to report to the
-//! source that a copy is complete. A follower has one of these roles:
+//! Terms
+//! * *held file*: a file that a host has in memory only.
+//! * *partner*: another host that this host has chosen to keep copies of its held files.
+//! * *follow*: to be connected to a host's agent and to copy its held files. That host is the *source*.
+//! * *mark*: to report to the source that the copy of a file is complete.
+//!
+//! A follower has one of these roles:
 //!
 //! | role | which follower | what it does |
 //! |---|---|---|
 //! | partner | the chosen one | copies held files and marks them |
-//! | former | an earlier partner, while the partner still copies | keeps its copies |
+//! | former partner | an earlier partner, while the partner still copies | keeps its copies |
 //! | dismissed | an earlier partner, once the partner has marked all files | drops its copies |
 //!
 //! Invariants
 //! * Each follower has one connection, the last one that it made. Requests on earlier ones are refused.
-//! * A former drops no copy before the partner has marked all files that are held and closed.
+//! * A former partner drops no copy before the partner has marked all files that are held and closed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -47,11 +50,11 @@ pub(crate) struct PartnerService {
 #[derive(Default)]
 struct ServiceState {
     chosen: Option<ChosenPartner>,
-    /// Whether the partner has marked all held files at some moment since it was chosen.
+    /// Whether the partner had marked all held files at some time since it was chosen.
     has_marked_all: bool,
     /// Hosts that follow this one, each with the number of its current registration.
     followers: BTreeMap<String, u64>,
-    /// Formers that were told to drop their copies.
+    /// Former partners that were notified to drop their copies.
     dismissed: BTreeSet<String>,
     /// Number of the last registration.
     last_registration: u64,
@@ -77,7 +80,7 @@ pub(crate) struct Registration {
 /// Result of a successful registration.
 pub(crate) struct RegisteredFollower {
     pub(crate) registration: Registration,
-    /// This host's note about the follower. `None` if the follower is not the chosen partner.
+    /// This host's note about the partner for the status. `None` if the follower is a former partner.
     pub(crate) default_note: Option<String>,
 }
 
@@ -88,10 +91,11 @@ pub(crate) enum Role {
     Partner,
     /// The follower keeps its copies.
     Former,
-    /// The follower must drop its copies. This answer says so once.
+    /// The follower must drop its copies, because the partner has copies of all held files. It is notified of this
+    /// once.
     Dismissed,
-    /// The follower was already told to drop its copies, and is no longer needed.
-    Over,
+    /// The follower was dismissed before. Its requests are refused.
+    Removed,
 }
 
 impl PartnerService {
@@ -129,7 +133,7 @@ impl PartnerService {
 
     // ---- the partner of this host --------------------------------------------------------------
 
-    /// Chooses the partner, or none. An earlier partner becomes a former.
+    /// Chooses the partner, or none. An earlier partner becomes a former partner.
     pub(crate) fn choose(&self, partner: Option<ChosenPartner>) {
         let mut state = self.lock();
         if state.chosen == partner {
@@ -154,15 +158,16 @@ impl PartnerService {
         }
     }
 
-    /// Whether the partner has had copies of all held files since it was chosen. If so, no former is needed.
+    /// Whether the partner had copies of all held files at some time since it was chosen. If so, no former partner is
+    /// needed.
     pub(crate) fn has_partner_copied_all(&self) -> bool {
         self.lock().has_marked_all
     }
 
-    /// Registers a new connection of `host`, which keeps copies of this host's files: as the chosen partner, or as an
-    /// earlier one. It replaces an earlier connection of that host. Dropping the result ends the registration.
+    /// Registers a new connection of `host`, which keeps copies of this host's files, as that of the chosen partner or
+    /// of a former partner. It replaces an earlier connection of that host. Dropping the result ends the registration.
     ///
-    /// A host that was dismissed (told to drop its copies) is refused. If no partner is chosen, the error is
+    /// Refuses a dismissed host, one that was notified to drop its copies. If no partner is chosen, the error is
     /// [`ErrorKind::Stale`]: the host may try again.
     pub(crate) fn register_follower(
         self: &Arc<Self>,
@@ -175,16 +180,14 @@ impl PartnerService {
                 message: format!("{} has no partner", self.host),
             });
         };
-        let default_note = if chosen.host == host {
-            Some(chosen.note.clone())
-        } else if state.dismissed.contains(host) {
+        let is_partner = chosen.host == host;
+        if !is_partner && state.dismissed.contains(host) {
             return Err(SourceError {
                 kind: ErrorKind::Refused,
                 message: format!("the partner of {} is {}", self.host, chosen.host),
             });
-        } else {
-            None
-        };
+        }
+        let default_note = is_partner.then(|| chosen.note.clone());
         state.last_registration += 1;
         let number = state.last_registration;
         state.followers.insert(host.to_owned(), number);
@@ -204,8 +207,9 @@ impl PartnerService {
     /// Makes this host the partner of the host `source`: starts a thread that connects to it and keeps copies of the
     /// files that it has in memory. Does nothing if there already is such a thread.
     ///
-    /// The error is a text for the source. The thread ends when the source refuses it or is away for long.
-    pub(crate) fn adopt(self: &Arc<Self>, source: &str) -> Result<(), String> {
+    /// The error is a text, which is sent to the source. The thread ends by itself if the source refuses this host, or
+    /// cannot be reached for long; it cannot be stopped otherwise.
+    pub(crate) fn start_following(self: &Arc<Self>, source: &str) -> Result<(), String> {
         crate::key_file::check_host(source).map_err(|error| error.to_string())?;
         if source == self.host {
             return Err(format!("{source} cannot be its own partner"));
@@ -235,8 +239,8 @@ impl PartnerService {
 
     // ---- the end of the agent ------------------------------------------------------------------
 
-    /// Removes those copies of other hosts' files that the backing, the directory that the mount serves, has
-    /// completely. This is for the end of the agent: from now on no copy gets or loses a name otherwise.
+    /// Called when the agent ends: closes the store of copies, and then removes each copy with no byte that is missing
+    /// in the backing, the directory that the mount serves (*drained* copies).
     ///
     /// The other copies remain for the next agent, and the log says how many bytes they have. Errors are logged.
     pub(crate) fn remove_drained_copies(&self) {
@@ -275,7 +279,7 @@ impl Registration {
     }
 
     /// Returns the role of the follower, which has requested a list. [`Role::Dismissed`] is returned once. At its next
-    /// request the follower has dropped its copies, and its role is [`Role::Over`].
+    /// request the follower has dropped its copies, and its role is [`Role::Removed`].
     pub(crate) fn role(&self) -> Role {
         let mut state = self.service.lock();
         let role = state.role(&self.host);
@@ -285,7 +289,7 @@ impl Registration {
         if state.dismissed.insert(self.host.clone()) {
             Role::Dismissed
         } else {
-            Role::Over
+            Role::Removed
         }
     }
 

@@ -28,14 +28,12 @@ const FULL_TIMEOUT: Duration = Duration::from_secs(10);
 /// Number of the file in the requests. One file is open at a time, so one number is enough.
 const FILE_NUMBER: u32 = 0;
 
-/// Compares the file `entry` of the other host with the open file `local`, by checksums. The other host holds its file
-/// meanwhile: bytes in memory do not change.
+/// Compares the file `entry` of the other host with the open file `local`, by checksums over the connection `peer`.
+/// `entry` is from a list of `top` on this connection. An entry that is not a regular file counts as equal.
 ///
-/// The host has listed `entry` on the connection `peer`, with paths relative to `top`. An entry that is not a regular
-/// file counts as equal. Returns false if size, bytes or the number of changes differ. The connection must then be
-/// closed, because replies may be outstanding. `on_progress` is called before each reply; its error ends the
-/// comparison.
-pub(crate) fn is_same_file(
+/// Returns false if size, bytes or the number of changes differ. The caller must then close the connection, because
+/// replies may be outstanding. `on_progress` is called before each reply; its error ends the comparison.
+pub(crate) fn is_same_as_remote(
     peer: &mut Peer,
     top: &BytePath,
     entry: &Entry,
@@ -45,6 +43,7 @@ pub(crate) fn is_same_file(
     let EntryKind::File { bytes, .. } = entry.kind else {
         return Ok(true);
     };
+    // If the local size is unknown, the comparison of the bytes finds any difference.
     if let Ok(metadata) = local.metadata()
         && metadata.len() != bytes
     {
@@ -58,6 +57,7 @@ pub(crate) fn is_same_file(
     if !has_same_sums(peer, bytes, local, on_progress)? {
         return Ok(false);
     }
+    // The checksums count only if the other file has not changed while they were computed.
     peer.send(&Request::Check { file: FILE_NUMBER })?;
     let is_as_opened = match peer.receive()? {
         Reply::Checked { changed, snapshot } => !changed && snapshot,

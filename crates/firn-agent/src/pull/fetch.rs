@@ -160,6 +160,23 @@ impl OpenFile {
         }
     }
 
+    /// Records the reply to `Open`: the file's size and number of changes at the agent. Opens the file in the staging
+    /// directory.
+    fn set_opened(
+        &mut self,
+        staging: &Staging,
+        bytes: u64,
+        changes: Option<u64>,
+    ) -> Result<(), PullError> {
+        self.bytes = bytes;
+        self.open_staged(staging)?;
+        // If the file was changed between the list and the `Open`, the result of the pull names it as changed.
+        self.is_newer = self.to_fetch.entry.is_older_than(changes);
+        self.incomplete_blocks = bytes.div_ceil(BLOCK_BYTES);
+        self.to_fetch.bytes = bytes;
+        Ok(())
+    }
+
     /// Opens the file in the staging directory. The size at the source must be known.
     fn open_staged(&mut self, staging: &Staging) -> Result<(), PullError> {
         let path = &self.to_fetch.entry.path;
@@ -246,17 +263,18 @@ impl<'a, 't> Fetch<'a, 't> {
     fn fetch_all(&mut self) -> Result<(), PullError> {
         loop {
             self.send_requests()?;
-            // If a reply is outstanding, this thread waits for it below, so it must not wait here too. Otherwise it may
-            // wait here, for a block that libfabric (RDMA) is still reading.
-            let may_wait_for_block = self.sent_requests.is_empty();
-            self.write_arrived_blocks(may_wait_for_block)?;
-            if may_wait_for_block && (self.pending_blocks() > 0 || self.has_request()) {
+            // Each iteration waits for one thing at most: a reply, a block that libfabric (RDMA) is reading, or space
+            // at the agent. A reply has precedence: while one is outstanding, the thread does not wait for a block.
+            let is_reply_outstanding = !self.sent_requests.is_empty();
+            self.write_arrived_blocks(!is_reply_outstanding)?;
+            if !is_reply_outstanding && (self.pending_blocks() > 0 || self.has_request()) {
                 continue;
             }
             if let Some(request) = self.sent_requests.pop_front() {
                 self.receive_reply(request)?;
                 continue;
             }
+            // No file is open. Either all are fetched, or the agent was full at each `Open`.
             if self.queue.is_empty() {
                 return Ok(());
             }
@@ -354,9 +372,6 @@ impl<'a, 't> Fetch<'a, 't> {
 
     /// Returns the request for the next block (1 MiB) of an open file: for its checksum if an earlier pull wrote the
     /// block, otherwise for its bytes. After the last block, the file leaves the queue of partly requested ones.
-    ///
-    /// The other host determines the number of blocks of a file. Memory is therefore used only for blocks that are
-    /// requested.
     fn next_block_request(&mut self, file_number: u32) -> FileRequest {
         let file = self.open_file(file_number);
         let block = BlockId {
@@ -364,12 +379,12 @@ impl<'a, 't> Fetch<'a, 't> {
             index: file.next_block,
         };
         file.next_block += 1;
-        let is_staged = file.is_staged(block);
+        let is_from_earlier_pull = file.is_staged(block);
         let is_last_block = file.next_block == file.bytes.div_ceil(BLOCK_BYTES);
         if is_last_block {
             self.partly_requested.pop_front();
         }
-        if is_staged {
+        if is_from_earlier_pull {
             FileRequest::Sum(block)
         } else {
             FileRequest::Read(block)
@@ -455,14 +470,10 @@ impl<'a, 't> Fetch<'a, 't> {
         self.state.check_size(expected_bytes, bytes)?;
         let staging = self.staging;
         let file = self.open_file(file_number);
-        file.bytes = bytes;
-        file.open_staged(staging)?;
-        // The file was changed since the list. The result of the pull names it as changed.
-        file.is_newer = file.to_fetch.entry.is_older_than(changes);
-        file.incomplete_blocks = bytes.div_ceil(BLOCK_BYTES);
-        file.to_fetch.bytes = bytes;
+        file.set_opened(staging, bytes, changes)?;
         let is_empty = file.incomplete_blocks == 0;
         self.state.correct_size(expected_bytes, bytes);
+        // An empty file has no block, so its `Check` is sent now. Otherwise it follows the last block.
         if is_empty {
             self.urgent_requests
                 .push_back(FileRequest::Check(file_number));
@@ -537,7 +548,7 @@ impl<'a, 't> Fetch<'a, 't> {
                     };
                     return Ok(is_intact.then_some(received));
                 }
-                Reply::End { .. } => return Err(self.cut_file_error()),
+                Reply::End { .. } => return Err(self.shortened_file_error()),
                 unexpected => return Err(self.peer.out_of_turn(&unexpected)),
             };
             let range = self.check_part(position, bytes, block_bytes)?;
@@ -556,7 +567,7 @@ impl<'a, 't> Fetch<'a, 't> {
     }
 
     /// Makes the error of a file that is shorter than when it was held. Its chunk list describes an earlier state.
-    fn cut_file_error(&self) -> PullError {
+    fn shortened_file_error(&self) -> PullError {
         self.peer.stale("a file was cut while it was read")
     }
 
@@ -592,7 +603,7 @@ impl<'a, 't> Fetch<'a, 't> {
     /// Receives the addresses of a block in the agent's memory, and begins to read the block by libfabric.
     fn receive_placed(&mut self, block: BlockId, staging_buffer: u32) -> Result<(), PullError> {
         let mut buffer = self.writers.take_buffer()?;
-        let answer = match self.receive_places(block, &mut buffer) {
+        let answer = match self.receive_addresses(block, &mut buffer) {
             Ok(answer) => answer,
             Err(error) => {
                 self.writers.return_buffer(buffer);
@@ -615,7 +626,8 @@ impl<'a, 't> Fetch<'a, 't> {
     /// them into `buffer`. Also receives their message authentication code (MAC) if MACs were requested.
     ///
     /// Zeros are written only if the file of the copy had bytes in this block before. Otherwise they remain a hole.
-    fn receive_places(
+    /// Fails if the parts do not add up to the block, which means that the file was shortened.
+    fn receive_addresses(
         &mut self,
         block: BlockId,
         buffer: &mut [u8],
@@ -634,7 +646,7 @@ impl<'a, 't> Fetch<'a, 't> {
                     answer.mac = self.expected_mac(mac)?;
                     return Ok(answer);
                 }
-                Reply::Placed { .. } => return Err(self.cut_file_error()),
+                Reply::Placed { .. } => return Err(self.shortened_file_error()),
                 unexpected => return Err(self.peer.out_of_turn(&unexpected)),
             };
             let range = self.check_part(position, bytes, block_bytes)?;

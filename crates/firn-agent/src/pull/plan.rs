@@ -1,8 +1,8 @@
 //! The plan of a *pull*, which copies a tree from another host: the list of files and directories that the *agent* on
 //! that host has sent, checked before anything is created from it.
 //!
-//! A list comes from another host, so its paths could lead out of the copy. [`Plan::check`] refuses such a list as a
-//! whole. Everything that a pull creates comes from a checked plan.
+//! A list comes from another host, so its paths could lead out of the copy. [`Plan::from_entries`] refuses such a list
+//! as a whole. Everything that a pull creates comes from a checked plan.
 //!
 //! Invariants
 //! * The first entry is the pulled file or directory itself, with the empty path.
@@ -43,8 +43,9 @@ impl Plan {
     /// Makes a plan from the list of files that the agent on another host has sent. Nothing is created from an
     /// unchecked list, because its paths could lead out of the copy.
     ///
-    /// The error names the first entry that no correct agent would send, such as one before its parent directory.
-    pub(crate) fn check(entries: Vec<Entry>) -> Result<Self, String> {
+    /// The error names the first entry that no correct agent would send, such as one before its parent directory. It
+    /// completes the sentence of [`PullError::Implausible`](crate::error::PullError::Implausible).
+    pub(crate) fn from_entries(entries: Vec<Entry>) -> Result<Self, String> {
         let Some(top) = entries.first() else {
             return Err("nothing".into());
         };
@@ -66,8 +67,8 @@ impl Plan {
             if index_by_path.insert(entry.path.clone(), index).is_some() {
                 return Err(format!("{} twice", entry.path));
             }
-            // A finished directory must have at least as many names. Pipes, sockets and devices (`Other`) are not
-            // copied, so they do not count.
+            // The entries of each directory are counted, because the finished copy must have as many names there.
+            // Pipes, sockets and devices (`Other`) are not copied, so they do not count.
             if !is_top && entry.kind != EntryKind::Other {
                 *count_by_dir.entry(parent_of(&entry.path)).or_default() += 1;
             }
@@ -196,7 +197,7 @@ mod tests {
         ];
         for entries in refused {
             let shown = format!("{entries:?}");
-            assert!(Plan::check(entries).is_err(), "{shown}");
+            assert!(Plan::from_entries(entries).is_err(), "{shown}");
         }
         let accepted = vec![
             dir(""),
@@ -206,9 +207,9 @@ mod tests {
             file("a/c"),
             file("d"),
         ];
-        let plan = Plan::check(accepted).unwrap();
+        let plan = Plan::from_entries(accepted).unwrap();
         assert_eq!(plan.files().count(), 3);
         assert!(plan.find(&"a/b".into()).is_some());
-        assert!(Plan::check(vec![file("")]).is_ok());
+        assert!(Plan::from_entries(vec![file("")]).is_ok());
     }
 }

@@ -220,33 +220,34 @@ impl FabricReader {
         self.free_staging_buffers.pop()
     }
 
-    /// Adds a reply, which has the address of bytes of a block, to the answer about the block. The bytes will be read
-    /// from there into the range `into` of the block's buffer.
+    /// Adds a read of the bytes at the address in `reply` to the answer about a block. The bytes will be read into
+    /// `buffer_range` of the block's buffer. Does nothing if the reply has no address.
     ///
     /// Fails if the bytes are outside the agent's regions, or if the block has more than [`PARTS_MAX`] parts.
     pub(crate) fn add_reply(
         &self,
         answer: &mut PlaceAnswer,
         reply: &Reply,
-        into: Range<usize>,
+        buffer_range: Range<usize>,
     ) -> Result<(), OfiError> {
         let read = match *reply {
-            Reply::InMemory { at, .. } => self.arena.read(at, into.clone())?,
-            Reply::Staged { at, .. } => self.staging.read(at, into.clone())?,
+            Reply::InMemory { at, .. } => self.arena.read(at, buffer_range.clone())?,
+            Reply::Staged { at, .. } => self.staging.read(at, buffer_range.clone())?,
             _ => return Ok(()),
         };
         if answer.reads.len() >= PARTS_MAX {
             return Err(OfiError::Implausible("a block in too many parts"));
         }
         answer.reads.push(read);
-        answer.read_ranges.push(into);
+        answer.read_ranges.push(buffer_range);
         Ok(())
     }
 
     /// Begins to read a block (up to 1 MiB of a file) from the other host's memory. The buffer belongs to the endpoint
     /// until the block has arrived, when [`Self::next_arrived_block`] returns it.
     ///
-    /// `staging_buffer` is the buffer of the other host that this block uses alone until then.
+    /// `staging_buffer` is the other host's buffer for this block. No other pending block uses it, so its number also
+    /// identifies the block.
     pub(crate) fn begin_block(
         &mut self,
         block: BlockId,

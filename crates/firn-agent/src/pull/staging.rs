@@ -545,7 +545,7 @@ mod tests {
             file("sub/rank_1"),
             entry("link", EntryKind::Link { target }),
         ];
-        Plan::check(entries).unwrap()
+        Plan::from_entries(entries).unwrap()
     }
 
     fn write_all(staging: &Staging, plan: &Plan) -> Result<(), PullError> {

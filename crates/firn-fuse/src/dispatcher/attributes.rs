@@ -38,7 +38,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 
     /// Answers a setattr: chmod(2), chown(2), utimensat(2) or truncate(2). A change of the contents first waits for
-    /// transactions (it passes the gate). A truncation is also reported to the commit rules, which recognise a
+    /// transactions, by a pass of the gate. A truncation is also reported to the commit rules, which recognise a
     /// program's checkpoint by its changes.
     pub(super) fn setattr(&self, caller: Caller, inode: InodeId, set: SetAttr, reply: Reply<R>) {
         let options = self.options;
@@ -49,8 +49,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let changes_contents = changes_size || set.is_empty();
         let truncation = changes_size.then(|| self.truncations.begin(inode));
         let set_attr = move |engine: &Engine<B>| {
-            let gate_of_contents = gate.as_deref().filter(|_| changes_contents);
-            let _pass = enter_change(gate_of_contents, inode)?;
+            let gate_for_contents = gate.as_deref().filter(|_| changes_contents);
+            let _pass = enter_change(gate_for_contents, inode)?;
             engine.namespace.set_attr(inode, set, Some(&process))
         };
         let call = move |engine: &Engine<B>, reporter: ChangeReporter| {
@@ -67,9 +67,10 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             let to_report = self.change_to_report(|| WatchedChange::Cut(inode));
             self.run_reported_change(caller, inode, to_report, call);
         } else {
-            // The commit rules concern only changes of names and contents.
+            // The commit rules concern only changes of names and contents, so nothing is reported.
+            let nothing_to_report = None;
             self.run_change(inode, move |engine| {
-                call(engine, ChangeReporter::new(None, caller))
+                call(engine, ChangeReporter::new(nothing_to_report, caller))
             });
         }
     }
@@ -93,7 +94,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let process = Process::from_caller(caller);
         self.run_change(inode, move |engine| {
             let names = &engine.namespace;
-            let earlier_attempt = reply.begin_once(engine, || change_of_inode(inode));
+            let earlier_attempt = reply.find_attempt_or_record(engine, || change_of_inode(inode));
             let result = names.set_xattr(inode, &name, &value, flags, Some(&process));
             // An earlier firnd may have set the attribute for this request before it died. Then XATTR_CREATE finds the
             // attribute and fails.
@@ -134,7 +135,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         }
         let name = name.to_owned();
         self.run_change(inode, move |engine| {
-            let earlier_attempt = reply.begin_once(engine, || change_of_inode(inode));
+            let earlier_attempt = reply.find_attempt_or_record(engine, || change_of_inode(inode));
             let result = engine.namespace.remove_xattr(inode, &name);
             // An earlier firnd may have removed the attribute for this request before it died. Then the attribute is
             // missing now.
@@ -152,7 +153,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 }
 
-/// Names the inode that a request changes, for its note in the arena.
+/// Names the inode that a request changes, for its record in the arena.
 pub(super) fn change_of_inode(inode: InodeId) -> RequestObjects {
     RequestObjects {
         node: Some(inode),

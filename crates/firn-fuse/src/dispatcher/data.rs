@@ -29,42 +29,42 @@ thread_local! {
     static READ_BUFFER: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
 }
 
-/// A close(2) under way, with the steps that follow the release of its locks ([`Dispatcher::flush`]).
+/// A close(2) under way. [`Dispatcher::flush`] lists its five steps; step 1 is the release of locks.
 struct PendingClose<B: Backing, R: Responder> {
     engine: Arc<Engine<B>>,
-    /// Whether the backing (the directory that the mount serves) is to finish the file after this close.
+    /// Whether the backing (the directory that the mount serves) has further work for the file after this close, the
+    /// last one for writing.
     finishes_file: bool,
     /// Whether mappings of the file may have stored bytes that the engine has not seen yet.
-    may_have_stores: bool,
+    may_have_mapping_stores: bool,
     answer: CloseAnswer<R>,
 }
 
 impl<B: Backing, R: Responder> PendingClose<B, R> {
-    /// Step 2: writes bytes that mappings have stored to the file. `released` is the result of step 1, the release of
-    /// locks, and becomes a part of the answer.
-    fn take_stores(self, released: Result<(), Errno>) {
-        if !self.may_have_stores {
-            return self.flush(released);
+    /// Step 2: writes the dirty pages of mappings to the file. `lock_release_result` is the result of step 1, and
+    /// becomes a part of the answer.
+    fn write_back_mappings(self, lock_release_result: Result<(), Errno>) {
+        if !self.may_have_mapping_stores {
+            return self.flush_and_finish(lock_release_result);
         }
         let workers = self.answer.workers.clone();
         workers.run_on_topic(Class::Call, Topic::Inode(self.answer.inode), move || {
-            let taken = self.engine.write_back_mapping_stores(self.answer.handle);
-            self.flush(released.and(taken));
+            let written_back = self.engine.write_back_mapping_stores(self.answer.handle);
+            self.flush_and_finish(lock_release_result.and(written_back));
         });
     }
 
-    /// Step 3 of a close(2), after the release of locks and the write of what mappings have stored: lets the engine
-    /// flush the file, and then answers. The close waits for the file's pending bytes, unless the options say
-    /// otherwise.
+    /// Step 3: lets the engine flush the file, finishes it if this is its last close for writing, and then answers. The
+    /// close waits for the file's pending bytes, unless the options say otherwise.
     ///
-    /// If the backing (the directory below the mount) has further work for a closed file, that comes before the answer.
-    /// `released` is the result of the earlier steps; its error is passed on if this step succeeds.
-    fn flush(self, released: Result<(), Errno>) {
+    /// To finish a file is further work of the backing (the directory below the mount) for a closed file.
+    /// `earlier_result` is that of steps 1 and 2; its error is answered if this step succeeds.
+    fn flush_and_finish(self, earlier_result: Result<(), Errno>) {
         let Self { engine, answer, .. } = self;
         let (inode, handle, closing) = (answer.inode, answer.handle, answer.closing);
         if !self.finishes_file {
             let answer_after_flush = move |flushed: Result<(), Errno>| {
-                answer.send(flushed.and(released));
+                answer.send(flushed.and(earlier_result));
             };
             return engine.flush(handle, closing, Box::new(answer_after_flush));
         }
@@ -76,7 +76,7 @@ impl<B: Backing, R: Responder> PendingClose<B, R> {
             let workers = answer.workers.clone();
             workers.run_on_topic(Class::Call, Topic::Inode(inode), move || {
                 let finished = engine_after_flush.finish_file(handle);
-                answer.send(finished.and(released));
+                answer.send(finished.and(earlier_result));
             });
         };
         engine.flush(handle, closing, Box::new(finish_file));
@@ -97,7 +97,7 @@ struct CloseAnswer<R: Responder> {
 }
 
 impl<R: Responder> CloseAnswer<R> {
-    /// Steps 4 and 5.
+    /// Steps 4 and 5: notifies the watch of the close, and sends the answer.
     fn send(self, result: Result<(), Errno>) {
         let Some(reply) = self.reply else {
             return;
@@ -149,9 +149,11 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         self.call_slots.run_elsewhere(Topic::Inode(inode), call);
     }
 
-    /// Answers a write. If locks hold for all hosts, an append first acquires the lock of the file's end. With a call
-    /// slot (the right to make a call that may hang) this thread writes; otherwise another one does, if the write may
-    /// wait.
+    /// Answers a write. On a mount with cluster-wide locks, an append first acquires the lock of the file's end.
+    ///
+    /// Any other write goes through [`WriteQueue::write`](crate::stall::WriteQueue::write), which queues it if it finds
+    /// no room or if other writes are queued. With a call slot (the right to make a call that may hang) this thread
+    /// writes. Without one, another thread does, unless the write needs only memory.
     pub(super) fn write(&self, caller: Caller, write: Write<'_>, reply: Reply<R>) {
         let data = write.data;
         let target = Target {
@@ -167,6 +169,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                 .with_cap_fsetid(has_cap_fsetid)
                 .with_caller_status(reply.caller_status())
         });
+        // An append under the lock of the file's end. Without cluster-wide locks, an append is an ordinary write.
         if write.appends
             && let Some(process) = &process
             && let Some(locks) = &self.locks
@@ -184,16 +187,20 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             reply,
         };
         if let Some(_slot) = self.call_slots.acquire() {
-            return self.stalled.write(pending, data);
+            return self.write_queue.write(pending, data);
         }
         // Without a slot, a write that needs only memory still runs here: it cannot hang, and needs no copy of its
         // data.
-        if !self.stalled.may_wait(&pending, 0, data.len()) {
-            return self.stalled.write(pending, data);
+        let accepted_bytes = 0;
+        if !self
+            .write_queue
+            .may_wait(&pending, accepted_bytes, data.len())
+        {
+            return self.write_queue.write(pending, data);
         }
-        let stalled = Arc::clone(&self.stalled);
+        let write_queue = Arc::clone(&self.write_queue);
         let data = data.to_vec();
-        let call = Box::new(move || stalled.write(pending, &data));
+        let call = Box::new(move || write_queue.write(pending, &data));
         self.call_slots
             .run_elsewhere(Topic::Inode(target.inode), call);
     }
@@ -247,7 +254,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let is_opener = |opener| is_same_process(opener, caller.pid);
         let pending_close = PendingClose {
             finishes_file: self.engine.finishes_file(handle, &is_opener),
-            may_have_stores: self.engine.open_files.can_have_mapping_stores(handle),
+            may_have_mapping_stores: self.engine.open_files.can_have_mapping_stores(handle),
             engine: Arc::clone(&self.engine),
             answer: CloseAnswer {
                 workers: self.workers.clone(),
@@ -262,13 +269,13 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         // POSIX: the first close of a file by a process ends all its locks on the file. Before another host gets such a
         // lock, it can see what this process wrote.
         let locks_of_process = ReleasedLocks::Owner(owner);
-        let take_stores = move |released| pending_close.take_stores(released);
+        let write_back_mappings = move |released| pending_close.write_back_mappings(released);
         self.release_locks(
             inode,
             handle,
             &[LockKind::Bytes],
             locks_of_process,
-            take_stores,
+            write_back_mappings,
         );
     }
 
@@ -307,9 +314,11 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
-    /// Answers a fallocate(2), after pending bytes of the file are drained: written to the backing, the directory below
-    /// the mount. The change passes the gate, which makes changes wait for transactions. It also removes set-id bits,
-    /// as the caller's rights demand.
+    /// Answers a fallocate(2). The change takes a pass of the gate, which makes changes wait for transactions. It also
+    /// removes set-id bits, as the caller's rights demand.
+    ///
+    /// The engine allocates after pending bytes of the file are drained: written to the backing, the directory below
+    /// the mount.
     pub(super) fn fallocate(&self, caller: Caller, request: Fallocate, reply: Reply<R>) {
         let Fallocate {
             inode,
@@ -326,6 +335,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             engine.allocate(handle, mode, offset, len)
         };
         let call = move |engine: &Engine<B>| reply.done(allocate(engine));
+        // The call may wait for a transaction, so a worker runs it even if nothing is to be drained.
         if self.holds_up_changes() {
             self.run_on_worker(Topic::Inode(inode), call);
         } else {
@@ -357,7 +367,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 
     /// Answers a copy_file_range(2). Always runs on a worker: without reflinks the backing (the directory below the
-    /// mount) copies the bytes, which may take long. The change passes the gate, which makes changes wait for
+    /// mount) copies the bytes, which may take long. The change takes a pass of the gate, which makes changes wait for
     /// transactions.
     pub(super) fn copy_range(&self, caller: Caller, copy: CopyRange, reply: Reply<R>) {
         let target_inode = copy.to_inode;

@@ -54,8 +54,11 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         locks.test(wanted_lock, answer);
     }
 
-    /// Answers F_SETLK and F_SETLKW, and flock(2), on a mount where locks hold for all hosts. With `waits` the call
-    /// waits while another lock conflicts; otherwise it fails. Without a mode it is an unlock.
+    /// Answers F_SETLK and F_SETLKW, and flock(2), on a mount with cluster-wide locks, which hold for all hosts. With
+    /// `waits` the call waits while another lock conflicts; otherwise it fails. Without a mode it is an unlock.
+    ///
+    /// The order matters: the request is registered, so that a signal can end it at any time. Then pending bytes are
+    /// drained (written to the backing), and then the lock is acquired.
     pub(super) fn setlk(&self, lock: Lock, waits: bool, reply: Reply<R>) {
         let Some(locks) = &self.locks else {
             return reply.error(Errno::NOLCK);
@@ -69,7 +72,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             Ok(wanted_lock) => wanted_lock,
             Err(error) => return reply.error(error),
         };
-        // The number of this request among those that wait for a lock.
+        // Identifies this request among those that wait for a lock.
         let ticket = locks.next_ticket();
         let on_conflict = if waits {
             let locks = Arc::clone(locks);
@@ -81,18 +84,19 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let answer = self.answer_when_granted(Arc::clone(locks), wanted_lock, lock, reply);
         locks.register(ticket, answer);
         let locks = Arc::clone(locks);
-        // Bytes that this host wrote without the lock must not overwrite later bytes of the last holder. So they are
-        // drained (written to the backing) first.
+        // Bytes that this host wrote without the lock must not overwrite later bytes of the last holder.
         let acquire_after_drain = Box::new(move |drained| match drained {
             Ok(()) => locks.acquire(ticket, wanted_lock, on_conflict),
-            // If the request has ended already, because of a signal, it is answered.
+            // The result is ignored: if the request has ended already, because of a signal, it is answered.
             Err(error) => drop(locks.fail(ticket, error)),
         });
         self.engine.drained(lock.handle, acquire_after_drain);
     }
 
-    /// Returns the callback that answers a request for a lock of all hosts, once the lock is granted or refused. After
-    /// a grant it looks for changes by other hosts, and releases the lock again if that fails.
+    /// Returns the callback that answers a request for a cluster-wide lock, once the lock is granted or refused.
+    ///
+    /// After a grant, the callback reads the changes that other hosts have published, and answers. If that fails, or if
+    /// the caller does not wait any more, it releases the lock again and answers with the error.
     fn answer_when_granted(
         &self,
         locks: Arc<FileLocks>,
@@ -109,13 +113,14 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                 return reply.error(error);
             }
             workers.run_on_topic(Class::Call, Topic::Inode(inode), move || {
+                let is_caller_waiting = reply.caller_status().is_waiting();
                 // A caller that got an early answer will not unlock, so this thread must.
-                let caught_up = if reply.caller_status().is_waiting() {
+                let may_keep_lock = if is_caller_waiting {
                     engine.read_published_changes(handle)
                 } else {
                     Err(Errno::INTR)
                 };
-                match caught_up {
+                match may_keep_lock {
                     Ok(()) => {
                         coherence.answer_after_remote_changes(inode, move || reply.done(Ok(())));
                     }
@@ -146,8 +151,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         })
     }
 
-    /// Whether any lock that `selected` selects, of one of `kinds`, is held on the handle's file. False if locks do not
-    /// hold for all hosts (the kernel keeps them then), or if the file is not known.
+    /// Whether a cluster-wide lock of one of these kinds is held on the handle's file. `selected` restricts the locks
+    /// to an owner or a range. False on a mount without cluster-wide locks, or if the file is not known.
     pub(super) fn holds_locks(
         &self,
         handle: HandleId,
@@ -165,40 +170,43 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             .any(|kind| locks.is_held(file, *kind, selected))
     }
 
-    /// Releases locks of all hosts on a file, of at most two `kinds`, and then calls `next` with the result. Calls
-    /// `next` at once if no lock is held.
+    /// Publishes the file's bytes to other hosts, releases cluster-wide locks on the file, and then calls `on_released`
+    /// with the result. If no selected lock of these kinds is held, calls `on_released` at once.
     ///
-    /// Pending bytes are drained (written to the directory below the mount) and made known to other hosts first. If
-    /// that fails, the locks are released nevertheless, so that other hosts are not blocked, and `next` gets the error.
+    /// To publish is to drain pending bytes (write them to the directory below the mount) and to notify other hosts. If
+    /// that fails, the locks are released nevertheless, so that other hosts are not blocked, and `on_released` gets the
+    /// error. Of `kinds`, at most two may be held.
     pub(super) fn release_locks(
         &self,
         inode: InodeId,
         handle: HandleId,
         kinds: &[LockKind],
         selected: ReleasedLocks,
-        next: impl FnOnce(Result<(), Errno>) + Send + 'static,
+        on_released: impl FnOnce(Result<(), Errno>) + Send + 'static,
     ) {
         let (Some(locks), Ok(file)) = (
             &self.locks,
             self.engine.open_files.backing_inode_number(handle),
         ) else {
-            return next(Ok(()));
+            return on_released(Ok(()));
         };
         let mut held_kinds = kinds
             .iter()
             .copied()
             .filter(|kind| locks.is_held(file, *kind, selected));
         let Some(first_kind) = held_kinds.next() else {
-            return next(Ok(()));
+            return on_released(Ok(()));
         };
         let second_kind = held_kinds.next();
         let locks = Arc::clone(locks);
-        let release = move |made_known: Result<(), Errno>| {
+        let release = move |publish_result: Result<(), Errno>| {
             if let Some(second_kind) = second_kind {
                 // Only the result of the first kind is passed on.
                 locks.release(file, second_kind, selected, Box::new(|_| {}));
             }
-            let done = Box::new(move |released: Result<(), Errno>| next(made_known.and(released)));
+            let done = Box::new(move |released: Result<(), Errno>| {
+                on_released(publish_result.and(released));
+            });
             locks.release(file, first_kind, selected, done);
         };
         let engine = Arc::clone(&self.engine);
@@ -213,8 +221,10 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 
     /// Answers a write with O_APPEND: writes where the file ends on all hosts, under the lock of the file's end. No
-    /// thread waits for the lock: a callback writes once it is granted. If an earlier firnd (the serving process) died
-    /// in this append, its lock and its note of the offset are used.
+    /// thread waits for the lock: a callback writes once it is granted.
+    ///
+    /// If an earlier firnd (the serving process) died in this append, the kernel sends it again. The retry has the same
+    /// lock, and reuses the recorded offset.
     pub(super) fn append(
         &self,
         locks: &Arc<FileLocks>,
@@ -227,7 +237,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             Ok(file) => file,
             Err(error) => return reply.error(error),
         };
-        let earlier_attempt = reply.begin_once(&self.engine, RequestObjects::default);
+        let earlier_attempt = reply.find_attempt_or_record(&self.engine, RequestObjects::default);
         let ticket = locks.next_ticket();
         let lock_owner = Owner {
             // A repeated request has the same number, so the lock of an earlier firnd counts as its own.
@@ -235,6 +245,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             handle: target.handle.0,
             pid: append.pid,
         };
+        // A signal to the caller ends the wait for the lock.
         let locks_to_interrupt = Arc::clone(locks);
         reply.set_withdraw(Arc::new(move || locks_to_interrupt.interrupt(ticket)));
         let locked_append = LockedAppend {
@@ -285,7 +296,7 @@ struct LockedAppend<B: Backing, R: Responder> {
     lock_owner: Owner,
     process: Process,
     data: Vec<u8>,
-    /// The note of an earlier firnd that has begun the same append.
+    /// The record of an earlier firnd that has begun the same append.
     earlier_attempt: Option<EarlierAttempt>,
     answer: AppendAnswer<B, R>,
 }
@@ -321,8 +332,9 @@ impl<B: Backing, R: Responder> LockedAppend<B, R> {
     }
 
     /// Writes the bytes to the end of the file, unless an earlier firnd (which served this mount and died) has done so.
-    /// `earlier_attempt` is that firnd's note of the same request. Called with the lock of the file's end.
+    /// `earlier_attempt` is that firnd's record of the same request. Called with the lock of the file's end.
     fn write(&mut self) -> Result<Appended, Errno> {
+        // There are three cases: a new append; one that was begun, with an offset; and one that is done.
         let earlier_offset = self
             .earlier_attempt
             .and_then(|earlier| earlier.append_offset);
@@ -338,7 +350,7 @@ impl<B: Backing, R: Responder> LockedAppend<B, R> {
         let AppendAnswer { reply, target, .. } = &mut self.answer;
         let shared_append = SharedAppend {
             data: &self.data,
-            // No limit: this is the last offset that a file can have.
+            // No limit: the last offset that a lock can have is also the last of a file.
             size_max: LockRange::LAST,
             by: Some(&self.process),
             repeated_at: earlier_offset,

@@ -1,9 +1,9 @@
 //! Requests that look up, make, link, rename and remove names.
 //!
 //! A change of names must take effect once, although the kernel sends a request again after the death of a firnd (the
-//! process that serves the mount). So each change calls [`Reply::begin_once`], which stores a note of the request in
-//! the arena, the mount's shared memory, before the change. For a repeated request it returns the note of the earlier
-//! firnd that died. The change is then made only if that firnd had not made it.
+//! process that serves the mount). So each change first calls [`Reply::find_attempt_or_record`], which records the
+//! request in the arena, the mount's shared memory. For a repeated request it returns the record of the earlier firnd
+//! that died. The change is then made only if that firnd had not made it.
 //!
 //! On a mount with *commit rules*, each change is also reported to them. A rule recognises a program's checkpoint by
 //! its changes, collects these in a transaction, and commits it after the last one.
@@ -127,7 +127,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             self.change_to_report(|| WatchedChange::Make(child.parent, child.name.clone()));
         self.run_reported_change(caller, child.parent, to_report, move |engine, reporter| {
             let names = &engine.namespace;
-            let earlier_attempt = reply.begin_once(engine, || change_of_inode(inode));
+            let earlier_attempt = reply.find_attempt_or_record(engine, || change_of_inode(inode));
             let linked = reporter.make_change(|| {
                 if earlier_attempt.is_some() {
                     names.repeat_link(inode, child.parent, &child.name)
@@ -160,8 +160,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             self.change_to_report(|| WatchedChange::Remove(child.parent, child.name.clone()));
         self.run_reported_change(caller, child.parent, to_report, move |engine, reporter| {
             let names = &engine.namespace;
-            // The note says which object has the name now, so that a repeated request does not remove a later one.
-            let earlier_attempt = reply.begin_once(engine, || RequestObjects {
+            // The record says which object has the name now, so that a repeated request does not remove a later one.
+            let earlier_attempt = reply.find_attempt_or_record(engine, || RequestObjects {
                 subject: names.identify_name(child.parent, &child.name),
                 ..RequestObjects::default()
             });
@@ -202,9 +202,9 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
         self.run_reported_change(caller, from.parent, to_report, move |engine, reporter| {
             let names = &engine.namespace;
-            // The note says which objects have the names now. If the request is repeated, these tell whether the rename
-            // was made.
-            let earlier_attempt = reply.begin_once(engine, || RequestObjects {
+            // The record says which objects have the names now. If the request is repeated, these show whether the
+            // rename was made.
+            let earlier_attempt = reply.find_attempt_or_record(engine, || RequestObjects {
                 subject: names.identify_name(from.parent, &from.name),
                 other: names.identify_name(to.parent, &to.name),
                 node: None,
@@ -245,7 +245,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             self.change_to_report(|| WatchedChange::Make(parent, new_object.child.name.clone()));
         self.run_reported_change(caller, parent, to_report, move |engine, reporter| {
             // `Some` if an earlier firnd has begun this request.
-            let earlier_attempt = reply.begin_once(engine, RequestObjects::default);
+            let earlier_attempt = reply.find_attempt_or_record(engine, RequestObjects::default);
             let existing_entry = earlier_attempt
                 .and_then(|earlier| new_object.find_made(engine, &caller, earlier.began));
             // Reported in both cases: the program makes the object by this request.

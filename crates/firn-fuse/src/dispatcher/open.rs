@@ -27,9 +27,12 @@ use crate::topic::Topic;
 use crate::watch::{ChangeReporter, WatchedChange};
 
 impl<B: Backing, R: Responder> Dispatcher<B, R> {
-    /// Answers an open(2) without O_CREAT. Ignores O_TRUNC, for which the kernel sends a separate change of the size
-    /// (`transport/dev_fuse/negotiate.rs`). An open for writing is reported to the commit rules, which recognise a
-    /// program's checkpoint by its changes; the report may take long, so a worker makes it.
+    /// Answers an open(2) without O_CREAT. Ignores O_TRUNC: Firn has negotiated that the kernel sends a separate
+    /// truncation.
+    ///
+    /// An open for writing is reported to the commit rules, which recognise a program's checkpoint by its changes. The
+    /// report may take long, so a worker makes it. Any other open first waits until changes of ended writers that are
+    /// about to be dropped have been dropped.
     pub(super) fn open(&self, caller: Caller, inode: InodeId, flags: i32, reply: Reply<R>) {
         let opener = self.opener(caller);
         let coherence = Arc::clone(&self.coherence);
@@ -85,13 +88,15 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                 kind: Kind::File,
                 target: None,
             };
+            // If an earlier firnd has created the file for this request, the flags must not exclude that file.
             let file_mode = apply_umask(engine, child.parent, mode.mode, umask);
             let flags = flags_to_create(engine, new_file, &caller, file_mode, flags, &mut reply);
             let create = || {
                 // Another process may have made the file meanwhile. Then O_TRUNC changes the contents of an existing
                 // file, which needs a pass of the gate (it makes changes wait for transactions).
-                let gate = gate.as_deref().filter(|_| flags & libc::O_TRUNC != 0);
-                let _pass = enter_change(gate, child.parent)?;
+                let may_truncate = flags & libc::O_TRUNC != 0;
+                let gate_for_contents = gate.as_deref().filter(|_| may_truncate);
+                let _pass = enter_change(gate_for_contents, child.parent)?;
                 // Computed again, because the default ACL may have changed while this thread waited for the pass.
                 let file_mode = apply_umask(engine, child.parent, mode.mode, umask);
                 engine.create(&caller, child.parent, &child.name, file_mode, flags)
@@ -229,7 +234,7 @@ fn record_handle<B: Backing, R: Responder>(
 /// sends the request again because the serving process died before it answered.
 ///
 /// If the dead process made the file, O_EXCL would make the repeated open fail. So O_EXCL and O_TRUNC are left out, and
-/// that file is opened. A note of this request is stored in shared memory for the next such case.
+/// that file is opened. The request is recorded in shared memory for the next such case.
 fn flags_to_create<B: Backing, R: Responder>(
     engine: &Engine<B>,
     new_file: CreatedObject<'_>,
@@ -241,7 +246,8 @@ fn flags_to_create<B: Backing, R: Responder>(
     if flags & libc::O_EXCL == 0 {
         return flags;
     }
-    let Some(earlier_attempt) = reply.begin_once(engine, RequestObjects::default) else {
+    let Some(earlier_attempt) = reply.find_attempt_or_record(engine, RequestObjects::default)
+    else {
         return flags;
     };
     let creation = Creation {
@@ -340,9 +346,14 @@ impl<R: Responder> Opener<R> {
         }
     }
 
-    /// Returns what serves reads and writes of a new handle: the engine, the kernel's page cache, or the kernel itself.
-    /// The kernel itself reads the file below the mount, or a memory file with all bytes of the file. If the kernel
-    /// refuses that, notifies the engine and lets Firn serve the handle.
+    /// Returns what serves reads and writes of a new handle:
+    /// * `Direct`: the engine, without the kernel's page cache.
+    /// * `Cached`, `CachedKeep`: the engine, through the page cache. `CachedKeep` retains the pages of earlier handles.
+    /// * `Passthrough`: the kernel itself, from the file below the mount or from a memory file with all bytes.
+    /// * `PassthroughMappings`: the kernel itself for mappings, and the engine for reads and writes. A writer of a
+    ///   file in a memory file gets this mode, because the engine must see its writes.
+    ///
+    /// If the kernel refuses passthrough, notifies the engine and returns `Direct`.
     fn choose_mode<B: Backing>(
         &self,
         engine: &Engine<B>,

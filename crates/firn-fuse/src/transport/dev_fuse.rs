@@ -43,7 +43,7 @@ use crate::transport::dev_fuse::message::{Message, parse};
 use crate::transport::dev_fuse::negotiate::{
     RequestedFeatures, WRITE_BYTES_MAX, name_differences, negotiate,
 };
-use crate::transport::dev_fuse::orphans::Orphans;
+use crate::transport::dev_fuse::orphans::OrphanCleanup;
 use crate::unanswered::EarlyAnswer;
 
 pub(crate) use responder::Responder;
@@ -87,8 +87,10 @@ pub trait KeepConnection {
 }
 
 /// Negotiates with the kernel behind `device` and serves it from `threads` + 1 threads, so that one can always read.
+///
 /// For a mount that an earlier firnd (the serving process) has served until it died, restores the capabilities instead,
-/// and takes over that firnd's handles and unanswered requests.
+/// and takes over that firnd's handles and unanswered requests. If the kernel does not send these requests again, they
+/// fail. *Orphans* are those among them that the earlier firnd has not recorded.
 pub(crate) fn serve<B: Backing>(
     mut dispatcher: Dispatcher<B, Responder>,
     device: OwnedFd,
@@ -96,7 +98,7 @@ pub(crate) fn serve<B: Backing>(
     threads: usize,
 ) -> io::Result<Served> {
     let connection = Connection::new(device);
-    let mut orphans = Orphans::none();
+    let mut orphan_cleanup = OrphanCleanup::not_needed();
     let resumed = match origin {
         Origin::Mounted { keep } => {
             negotiate_new_connection(&mut dispatcher, &connection, keep)?;
@@ -105,8 +107,8 @@ pub(crate) fn serve<B: Backing>(
         Origin::Resumed { exchange, mut left } => {
             if !resume_negotiated(&mut dispatcher, exchange)?.resends {
                 let refuse = |number| connection.refuse_orphan(number);
-                dispatcher.end_unanswered_requests(&mut left, refuse);
-                orphans = Orphans::of_earlier_firnd();
+                dispatcher.fail_unanswered_requests(&mut left, refuse);
+                orphan_cleanup = OrphanCleanup::after_restart();
             }
             Some(left)
         }
@@ -117,21 +119,22 @@ pub(crate) fn serve<B: Backing>(
         .start(Arc::new(KernelCaches(Arc::clone(&connection))));
     if let Some(requests) = resumed {
         dispatcher.resume(requests, |number| connection.adopt_backing(number));
-        if !orphans.exist() {
-            // An earlier firnd may have died after it had read requests that the kernel had sent again. The kernel
-            // sends those again too.
+        let does_kernel_resend = !orphan_cleanup.is_pending();
+        if does_kernel_resend {
+            // The kernel sends requests again after the death of a firnd. The earlier firnd may have read such requests
+            // and died too, so the kernel is asked for them once more.
             connection.request_resend()?;
         }
     }
-    let orphans = Arc::new(orphans);
+    let orphan_cleanup = Arc::new(orphan_cleanup);
     let dispatcher = Arc::new(dispatcher);
     let start = |index| {
         let dispatcher = Arc::clone(&dispatcher);
         let connection = Arc::clone(&connection);
-        let orphans = Arc::clone(&orphans);
+        let orphan_cleanup = Arc::clone(&orphan_cleanup);
         std::thread::Builder::new()
             .name(format!("firn-fuse-{index}"))
-            .spawn(move || serve_requests(&dispatcher, &connection, &orphans))
+            .spawn(move || serve_requests(&dispatcher, &connection, &orphan_cleanup))
     };
     let threads: io::Result<Vec<_>> = (0..=threads).map(start).collect();
     Ok(Served(threads?))
@@ -225,17 +228,17 @@ enum Next {
     End,
 }
 
-/// Reads and handles messages of the kernel until it ends the connection. Each reading thread runs this. `orphans` are
-/// requests of an earlier firnd (serving process) that no message repeats.
+/// Reads and handles messages of the kernel until it ends the connection. Each reading thread runs this. The first read
+/// also ends orphans: requests of an earlier firnd (serving process) that the kernel does not send again.
 fn serve_requests<B: Backing>(
     dispatcher: &Dispatcher<B, Responder>,
     connection: &Arc<Connection>,
-    orphans: &Orphans,
+    orphan_cleanup: &OrphanCleanup,
 ) -> io::Result<()> {
     // Storing to each byte makes the kernel allocate all pages now. If a SIGKILL came while a read(2) of the device
     // waited for a page, the kernel would end the request with EIO, and the next firnd would not get the request.
     let mut buffer = vec![u8::MAX; BUFFER_BYTES];
-    let mut received = orphans.receive_first(connection, &mut buffer)?;
+    let mut received = orphan_cleanup.receive_first(connection, &mut buffer)?;
     loop {
         let len = match received {
             Received::Request(len) => len,

@@ -11,9 +11,11 @@ use super::{Attempt, HostState, JointStep, JointView, OwnPart, next_step};
 
 /// Names of the two hosts of the model.
 const HOSTS: [&str; 2] = ["a", "b"];
+/// Maximum number of attempts. More would only add states that are equal to earlier ones.
+const ATTEMPTS_MAX: u64 = 3;
 
-/// Callback that receives one possible next change of the world.
-type Push<'p> = dyn FnMut(&dyn Fn(&mut World)) + 'p;
+/// Callback that receives one possible change of the present world, which leads to a next world.
+type PushWorld<'p> = dyn FnMut(&dyn Fn(&mut World)) + 'p;
 
 /// A host and its programs.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -28,14 +30,29 @@ struct Host {
     living: usize,
     has_event: bool,
     has_failed: bool,
-    /// The attempt for which the host's part is prepared, and the number of changes in that part.
-    prepared: Option<(u64, u64)>,
-    /// Whether the host has committed (true) or aborted its part.
-    end: Option<bool>,
+    /// The part that the host has prepared for an attempt.
+    prepared: Option<PreparedPart>,
+    /// How the host's part has ended; `None` if it has not.
+    end: Option<PartEnd>,
     /// Number of changes that programs may still make.
     changes_left: u64,
     /// The step that the host has chosen from the shared state. That state may have changed since.
     planned_step: Option<JointStep>,
+}
+
+/// How a host's part has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum PartEnd {
+    Committed,
+    Aborted,
+}
+
+/// A host's part that is prepared for a commit, so that it must not change.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct PreparedPart {
+    attempt: u64,
+    /// Number of changes in the part.
+    changes: u64,
 }
 
 /// The state that a host has published of its part.
@@ -85,8 +102,9 @@ fn number(host: &str) -> usize {
 }
 
 impl World {
-    /// Returns the state that both hosts share in the form in which [`next_step`], the checked function, reads it.
-    fn view(&self) -> JointView {
+    /// Returns the shared state of both hosts, converted to the argument of [`next_step`], which this model checks. In
+    /// the model no parts conflict.
+    fn joint_view(&self) -> JointView {
         let attempt = self.shared.attempts.last().map(|attempt| Attempt {
             number: self.shared.attempts.len() as u64,
             changes: attempt
@@ -121,8 +139,8 @@ impl World {
         last.is_some_and(|last| last.is_clear != Some(false))
     }
 
-    /// Returns the state of one host's part of the checkpoint as [`next_step`], the checked function, reads it.
-    fn own(&self, index: usize) -> OwnPart {
+    /// Returns one host's part of the checkpoint, converted to the argument of [`next_step`], which this model checks.
+    fn own_part(&self, index: usize) -> OwnPart {
         let host = &self.hosts[index];
         OwnPart {
             state: HostState {
@@ -133,8 +151,9 @@ impl World {
             },
             has_event: host.has_event,
             has_failed: host.has_failed,
+            // The model leaves out rules without an event, and hosts that are too slow.
             ends_with_writers: false,
-            prepared_for: host.prepared.map(|(attempt, _)| attempt),
+            prepared_for: host.prepared.map(|prepared| prepared.attempt),
             is_late: false,
         }
     }
@@ -145,14 +164,20 @@ impl World {
             .filter(|host| !self.hosts[*host].is_alive)
             .map(name)
             .collect();
-        next_step(&self.view(), HOSTS[index], &self.own(index), &dead, &|_| {
-            None
-        })
+        next_step(
+            &self.joint_view(),
+            HOSTS[index],
+            &self.own_part(index),
+            &dead,
+            &|_| None,
+        )
     }
 
-    /// Takes the step that a host has planned from an earlier look at the shared state. That state may have changed
-    /// since. The host has a planned step.
-    fn act(&mut self, index: usize) {
+    /// Takes the step that a host has planned from an earlier read of the shared state. That state may have changed
+    /// since. Panics if the host has no planned step.
+    ///
+    /// The variants of [`JointStep`] say what each step means.
+    fn take_planned_step(&mut self, index: usize) {
         let step = self.hosts[index]
             .planned_step
             .take()
@@ -170,8 +195,9 @@ impl World {
                 self.shared.states.insert(index, published);
             }
             JointStep::Try(attempt) => {
-                // More than three attempts would only add states that are equal to earlier ones.
-                if self.shared.attempts.len() as u64 + 1 == attempt.number && attempt.number <= 3 {
+                // If another host has begun this attempt already, the step has no effect.
+                let next_number = self.shared.attempts.len() as u64 + 1;
+                if attempt.number == next_number && next_number <= ATTEMPTS_MAX {
                     let changes = attempt
                         .changes
                         .iter()
@@ -185,8 +211,8 @@ impl World {
                 }
             }
             JointStep::Publish(attempt) => self.publish(index, attempt),
-            JointStep::GiveUp { number, .. } => self.judge(number, false),
-            JointStep::Judge(attempt) => self.judge(attempt.number, true),
+            JointStep::GiveUp { number, .. } => self.store_verdict(number, false),
+            JointStep::Judge(attempt) => self.store_verdict(attempt.number, true),
             JointStep::Decide { commit, .. } => {
                 if self.shared.decision.is_none() {
                     self.shared.decision = Some(commit);
@@ -196,15 +222,14 @@ impl World {
             JointStep::Reopen(_) => self.hosts[index].prepared = None,
             JointStep::Apply => {
                 let host = &mut self.hosts[index];
-                let (_attempt, prepared_changes) =
-                    host.prepared.expect("only a prepared part is committed");
+                let prepared = host.prepared.expect("only a prepared part is committed");
                 assert_eq!(
-                    prepared_changes, host.changes,
+                    prepared.changes, host.changes,
                     "the part has not changed since"
                 );
-                host.end = Some(true);
+                host.end = Some(PartEnd::Committed);
             }
-            JointStep::Undo => self.hosts[index].end = Some(false),
+            JointStep::Undo => self.hosts[index].end = Some(PartEnd::Aborted),
         }
     }
 
@@ -213,14 +238,17 @@ impl World {
         let host = &mut self.hosts[index];
         let attempt = &mut self.shared.attempts[number as usize - 1];
         if host.open > 0 || attempt.changes.get(&index) != Some(&host.changes) {
-            return self.judge(number, false);
+            return self.store_verdict(number, false);
         }
-        host.prepared = Some((number, host.changes));
+        host.prepared = Some(PreparedPart {
+            attempt: number,
+            changes: host.changes,
+        });
         attempt.published.insert(index);
     }
 
     /// Stores the verdict of an attempt, unless it has one.
-    fn judge(&mut self, number: u64, is_clear: bool) {
+    fn store_verdict(&mut self, number: u64, is_clear: bool) {
         let verdict = &mut self.shared.attempts[number as usize - 1].is_clear;
         if verdict.is_none() {
             *verdict = Some(is_clear);
@@ -256,7 +284,7 @@ impl World {
                 all.push(next);
             };
             if host.planned_step.is_some() {
-                push(&|world| world.act(index));
+                push(&|world| world.take_planned_step(index));
             } else if host.has_joined {
                 let step = self.find_next(index);
                 push(&|world| world.hosts[index].planned_step = Some(step.clone()));
@@ -285,20 +313,22 @@ impl World {
         }
     }
 
-    /// Passes to `push` each next step that the programs of a host may take, and the death of the host.
-    fn push_program_steps(&self, index: usize, push: &mut Push<'_>) {
+    /// Passes each change to `add_next_world` that the programs of a host may make next, and the death of the host.
+    fn push_program_steps(&self, index: usize, add_next_world: &mut PushWorld<'_>) {
         let host = &self.hosts[index];
         let may_change = host.has_joined && host.prepared.is_none() && host.living > 0;
+        // A program opens the host's only file.
         if may_change && host.changes_left > 0 && host.open == 0 {
-            push(&|world| {
+            add_next_world(&|world| {
                 let host = &mut world.hosts[index];
                 host.open = 1;
                 host.changes += 1;
                 host.changes_left -= 1;
             });
         }
+        // A program closes the file.
         if may_change && host.open > 0 {
-            push(&|world| {
+            add_next_world(&|world| {
                 let host = &mut world.hosts[index];
                 host.open = 0;
                 host.changes += 1;
@@ -306,24 +336,16 @@ impl World {
                 host.has_event |= index == 0;
             });
         }
-        if host.has_joined
-            && host.living > 0
-            && host.open == 0
-            && host.changes > 0
-            && host.prepared.is_none()
-        {
-            push(&|world| {
+        // The programs end with success.
+        if may_change && host.open == 0 && host.changes > 0 {
+            add_next_world(&|world| {
                 world.hosts[index].living = 0;
                 world.hosts[index].changes += 1;
             });
         }
-        if host.has_joined
-            && host.living > 0
-            && !host.has_failed
-            && host.prepared.is_none()
-            && host.open > 0
-        {
-            push(&|world| {
+        // The programs are killed while the file is open.
+        if may_change && !host.has_failed && host.open > 0 {
+            add_next_world(&|world| {
                 let host = &mut world.hosts[index];
                 host.has_failed = true;
                 host.living = 0;
@@ -331,8 +353,9 @@ impl World {
                 host.changes += 1;
             });
         }
+        // The host dies. One host at most does.
         if self.hosts.iter().all(|host| host.is_alive) {
-            push(&|world| world.hosts[index].is_alive = false);
+            add_next_world(&|world| world.hosts[index].is_alive = false);
         }
     }
 }
@@ -363,7 +386,7 @@ fn two_hosts_commit_together_or_not_at_all_in_every_interleaving() {
     let mut unexplored = vec![start];
     let (mut commits, mut aborts, mut alone) = (0, 0, 0);
     while let Some(world) = unexplored.pop() {
-        let ends: Vec<bool> = world.hosts.iter().filter_map(|host| host.end).collect();
+        let ends: Vec<PartEnd> = world.hosts.iter().filter_map(|host| host.end).collect();
         assert!(ends.windows(2).all(|pair| pair[0] == pair[1]), "{world:#?}");
         let is_over = world
             .hosts

@@ -1,14 +1,13 @@
 //! Ends orphans: requests that an earlier firnd (the process that serves the mount) read but did not answer, on a
 //! kernel that does not send them again.
 //!
-//! firnd notes a request in the arena (memory that outlives it) before the work on it, but microseconds after the read.
-//! If firnd dies between read and note, the next firnd does not know the number of the request, and the caller would
-//! wait for ever.
+//! firnd records a request in the arena (memory that outlives it) microseconds after the read. If firnd dies in
+//! between, the next firnd does not know the number of the request, and the caller would wait for ever.
 //!
-//! The numbers of requests rise by two, so the unknown numbers lie close to the first number that the next firnd reads.
-//! That firnd answers EIO to all numbers near the first one, before it reads a second request. The kernel accepts an
-//! answer only for a request that was read and not answered. At that time these are exactly the orphans, so no other
-//! request is affected.
+//! Therefore the next firnd answers EIO to all numbers near that of its first request, before it reads a second one:
+//! * This includes all orphans: numbers of requests rise by two, so the unknown numbers are close to the first one.
+//! * No other request is affected: the kernel ignores an answer unless its request was read and not answered. At that
+//!   time these are exactly the orphans.
 
 use std::io;
 
@@ -17,63 +16,65 @@ use parking_lot::Mutex;
 use super::connection::{Connection, Received};
 use super::message::number_of;
 
-/// How many numbers to answer below and above the first one: more than the requests that are between read and note, or
-/// that wait to be read.
+/// How many numbers to answer below and above the first one: more than the requests that are between read and record,
+/// or that wait to be read.
 const NUMBERS_AROUND: u64 = 4096;
 const NUMBER_STEP: u64 = 2;
 
-/// Whether an earlier firnd may have left orphans.
-pub(super) struct Orphans {
+/// The end of the orphans that an earlier firnd may have left, by the first read of this one.
+pub(super) struct OrphanCleanup {
     /// True until the orphans are ended.
-    exist: Mutex<bool>,
+    is_pending: Mutex<bool>,
 }
 
-impl Orphans {
+impl OrphanCleanup {
     /// The connection is new, or the kernel sends requests again: there are no orphans.
-    pub(super) fn none() -> Self {
+    pub(super) fn not_needed() -> Self {
         Self {
-            exist: Mutex::new(false),
+            is_pending: Mutex::new(false),
         }
     }
 
     /// An earlier firnd may have left orphans.
-    pub(super) fn of_earlier_firnd() -> Self {
+    pub(super) fn after_restart() -> Self {
         Self {
-            exist: Mutex::new(true),
+            is_pending: Mutex::new(true),
         }
     }
 
-    pub(super) fn exist(&self) -> bool {
-        *self.exist.lock()
+    pub(super) fn is_pending(&self) -> bool {
+        *self.is_pending.lock()
     }
 
     /// Reads the next request. The first read of a resumed connection also ends the orphans: requests that an earlier
-    /// firnd (serving process) read and did not answer. It holds the lock, so that no other thread reads meanwhile: a
-    /// request that it had read would end like an orphan.
+    /// firnd (serving process) read and did not answer.
+    ///
+    /// The first read holds the lock, so that no other thread reads meanwhile. Otherwise a request that another thread
+    /// had read would get EIO too.
     pub(super) fn receive_first(
         &self,
         connection: &Connection,
         buffer: &mut [u8],
     ) -> io::Result<Received> {
-        let mut exist = self.exist.lock();
-        if !*exist {
+        let mut is_pending = self.is_pending.lock();
+        if !*is_pending {
             // Unlocked, so that several threads can read.
-            drop(exist);
+            drop(is_pending);
             return connection.receive(buffer);
         }
         let received = connection.receive(buffer)?;
         if let Received::Request(len) = received
             && let Some(new_number) = number_of(&buffer[..len])
         {
-            refuse_numbers_around(connection, new_number);
+            refuse_orphans_near(connection, new_number);
         }
-        *exist = false;
+        *is_pending = false;
         Ok(received)
     }
 }
 
-/// Answers EIO to all requests whose numbers are near that of a new request. Orphans are among them.
-fn refuse_numbers_around(connection: &Connection, new_number: u64) {
+/// Answers EIO to all numbers of requests near that of a new request. All orphans are among them.
+fn refuse_orphans_near(connection: &Connection, new_number: u64) {
     let distance = NUMBERS_AROUND * NUMBER_STEP;
     let first = new_number.saturating_sub(distance);
     let end = new_number.saturating_add(distance);
