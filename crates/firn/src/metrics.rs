@@ -75,13 +75,13 @@ impl Collector for FigureCollector {
         self.0
             .iter()
             .filter(|figure| !figure.samples.is_empty())
-            .try_for_each(|figure| encode_figure(figure, &mut encoder))
+            .try_for_each(|figure| encode_metric(figure, &mut encoder))
     }
 }
 
-/// Writes one figure in the Prometheus text format: its name and help, and then all of its samples. Whole numbers are
-/// written without a decimal point.
-fn encode_figure(figure: &Figure, encoder: &mut DescriptorEncoder) -> fmt::Result {
+/// Writes one metric (`figure`) in the Prometheus text format: its name and help, and then all of its samples. Whole
+/// numbers are written without a decimal point.
+fn encode_metric(figure: &Figure, encoder: &mut DescriptorEncoder) -> fmt::Result {
     let kind = match figure.kind {
         Kind::Counter => MetricType::Counter,
         Kind::Gauge => MetricType::Gauge,

@@ -110,7 +110,7 @@ impl MountView {
 pub enum Checkpoints {
     /// No answer has arrived yet.
     #[default]
-    Asked,
+    Loading,
     /// The checkpoints, with the newest first.
     Listed(Vec<CheckpointEntry>),
     /// Why the checkpoints are unknown.
@@ -155,18 +155,18 @@ pub struct View {
     pub unreachable_mounts: usize,
     /// Why the mounts cannot be listed.
     pub list_error: Option<String>,
-    /// Checkpoints of the chosen mount, or of the job's mount on this host.
+    /// Checkpoints of the selected mount, or of the job's mount on this host.
     pub checkpoints: Checkpoints,
     /// The job. `None` means that this host's mounts are shown.
     pub job: Option<JobView>,
     /// The table in which keys move the choice.
     pub pane: Pane,
-    /// Index of the chosen row in the table of mounts or hosts.
+    /// Index of the selected row in the table of mounts or hosts.
     pub upper_row: usize,
-    /// Index of the chosen row in the table of checkpoints.
+    /// Index of the selected row in the table of checkpoints.
     pub lower_row: usize,
     /// Name of the mount or host that the user chose, because rows change their order. `None` means the first row.
-    pub chosen_name: Option<String>,
+    pub selected_name: Option<String>,
 }
 
 impl View {
@@ -208,14 +208,14 @@ impl View {
 
     /// Moves the choice by `rows` in the table that the keys control. The choice stops at the first and the last row.
     pub fn move_choice(&mut self, rows: isize) {
-        let (row_count, chosen_row) = match self.pane {
+        let (row_count, selected_row) = match self.pane {
             Pane::Upper => (self.upper_row_count(), &mut self.upper_row),
             Pane::Lower => (self.lower_row_count(), &mut self.lower_row),
         };
         let last_row = row_count.saturating_sub(1);
-        *chosen_row = chosen_row.saturating_add_signed(rows).min(last_row);
+        *selected_row = selected_row.saturating_add_signed(rows).min(last_row);
         if self.pane == Pane::Upper {
-            self.chosen_name = self.names_in_upper_table().into_iter().nth(self.upper_row);
+            self.selected_name = self.names_in_upper_table().into_iter().nth(self.upper_row);
         }
     }
 
@@ -231,13 +231,13 @@ impl View {
         }
     }
 
-    /// Updates the chosen rows after new answers. In the upper table the choice follows the chosen name, or goes to the
-    /// first row if that name is gone. In the lower table it stays, unless there are fewer rows now.
-    pub fn update_chosen_rows(&mut self) {
+    /// Updates the selected rows after new answers. In the upper table the selection follows the selected name, or goes
+    /// to the first row if that name is gone. In the lower table it stays, unless there are fewer rows now.
+    pub fn update_selected_rows(&mut self) {
         self.upper_row = self
             .names_in_upper_table()
             .iter()
-            .position(|name| Some(name) == self.chosen_name.as_ref())
+            .position(|name| Some(name) == self.selected_name.as_ref())
             .unwrap_or(0);
         let last_lower_row = self.lower_row_count().saturating_sub(1);
         self.lower_row = self.lower_row.min(last_lower_row);

@@ -43,7 +43,7 @@ pub(crate) fn check_room(subject: &CheckSubject<'_>) -> Vec<Finding> {
         Ok(dir) => dir,
         Err(text) => return vec![Finding::refused(text)],
     };
-    // The geometry is the layout of the arena, which has chunks of equal size and some further data.
+    // The layout of the arena, from which the size of its memory follows.
     let geometry = match Geometry::new(options.arena_bytes, options.chunk_bytes) {
         Ok(geometry) => geometry,
         Err(error) => return vec![Finding::refused(error.to_string())],
@@ -73,8 +73,8 @@ pub(crate) fn check_room(subject: &CheckSubject<'_>) -> Vec<Finding> {
     findings
 }
 
-/// Judges the free space of the directory `dir`, in which the arena (the file with the data of the mount) would be
-/// created. `geometry` is the layout of that arena, and says how many bytes it needs.
+/// Returns whether an arena (the file with the data of the mount) would fit in the directory `dir`, and whether `dir`
+/// is in memory. `geometry` is the layout of that arena, and says how many bytes it needs.
 fn judge_free_space(dir: &Path, options: &Options, geometry: &Geometry) -> Finding {
     let name = quoted_path(dir);
     let (space, file_system) = match (rustix::fs::statvfs(dir), rustix::fs::statfs(dir)) {

@@ -11,7 +11,7 @@ use firn_daemon::CheckReport;
 use firn_format::quantity;
 use firn_format::quote::quoted_path;
 
-use crate::ask::ask_each;
+use crate::ask::parallel_map;
 use crate::doctor::{CheckSubject, Finding};
 
 /// Timeout for the kernel to say whether a firnd serves a mount.
@@ -24,7 +24,7 @@ pub(crate) fn check_mounts(_: &CheckSubject<'_>) -> Vec<Finding> {
         Err(error) => return vec![Finding::refused(error.to_string())],
     };
     // All mounts are asked at the same time, because each of them may use up the whole timeout.
-    let states = ask_each(&mounts, |mount| mount.liveness(LIVENESS_TIMEOUT));
+    let states = parallel_map(&mounts, |mount| mount.liveness(LIVENESS_TIMEOUT));
     let mut findings: Vec<Finding> = mounts
         .iter()
         .zip(&states)
@@ -90,12 +90,10 @@ fn judge_unused_arena(report: &CheckReport) -> Finding {
             format!("`firn recover {backing}` removes it"),
         );
     }
-    let undrained = quantity::bytes(report.held_bytes);
+    let held = quantity::bytes(report.held_bytes);
     let damage_clause = if is_damaged { ", and is damaged" } else { "" };
     Finding::wrong(
-        format!(
-            "arena {arena} holds {undrained} of {backing}{damage_clause}, and no firnd uses it"
-        ),
+        format!("arena {arena} holds {held} of {backing}{damage_clause}, and no firnd uses it"),
         format!(
             "`firn recover {backing}`, or mount it again; if that backing is lost for good, `firn recover --discard {backing}` deletes the data"
         ),

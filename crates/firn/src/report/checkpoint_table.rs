@@ -12,7 +12,7 @@ use firn_protocol::path::BytePath;
 use firn_protocol::record::{CheckpointRecord, RunRecord};
 
 use super::html::HtmlText;
-use super::{CheckpointNow, Run};
+use super::{CurrentCheckpoint, Run};
 use crate::text::{bytes, seconds};
 
 /// Maximum number of rows. The newest checkpoints are shown.
@@ -148,7 +148,7 @@ pub fn render_section(run: &Run, checkpoints: &[MergedCheckpoint], run_seconds: 
 }
 
 /// Returns the present state of a checkpoint in one word. `present` is `None` if the checkpoint no longer exists.
-fn state_text(checkpoint: &MergedCheckpoint, present: Option<&CheckpointNow>) -> String {
+fn state_text(checkpoint: &MergedCheckpoint, present: Option<&CurrentCheckpoint>) -> String {
     let Some(present) = present else {
         return "removed".to_owned();
     };

@@ -69,8 +69,8 @@ struct DrainStarted {
     held_bytes: u64,
 }
 
-/// Starts the drain, which writes data from memory to the backing, and reports what was undrained at its start. With
-/// `--wait` it waits for the end instead.
+/// Starts the drain, which writes held data (in memory only) to the backing, and reports what was held at its start.
+/// With `--wait` it waits for the end instead.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = DrainArgs::from_arg_matches(matches)?;
     if args.wait {

@@ -98,8 +98,8 @@ fn print_by_time(mut events: Vec<Value>) -> Result<(), Failure> {
     events.iter().try_for_each(output::print_json_line)
 }
 
-/// Returns the reader of the events of the mount on which `path` is, or of the last mount of the backing `path`. Fails
-/// if neither has events on this host.
+/// Returns the reader of a mount's events. If `path` is on a mount, it is that mount. Otherwise `path` is a backing,
+/// and the mount is its last one on this host. Fails if that has left no events.
 fn reader_for_path(path: &Path) -> Result<EventReader, Failure> {
     match firn_client::find(path) {
         Ok(location) => return Ok(EventReader::for_mount(&location.mount)),
@@ -203,7 +203,8 @@ impl EventReader {
         };
         loop {
             let remaining_bytes = LINE_BYTES_MAX.saturating_sub(self.partial_line.len() as u64);
-            // A line of this length is given up, so that it does not fill the memory.
+            // If the line is too long, the read below gets no byte, and the line is dropped, so that it does not fill
+            // the memory. The rest of the line is then read as a line of its own.
             let is_too_long = remaining_bytes == 0;
             let read_len = file
                 .by_ref()

@@ -119,8 +119,8 @@ pub struct CheckpointEntry {
 impl CheckpointEntry {
     /// Returns the entry of a checkpoint, or `None` if its name has no step (number).
     ///
-    /// `memory_host` is the host with the data in its memory that the backing lacks. The entry names it only if the
-    /// level of the checkpoint (what its data survives) is below logged.
+    /// `memory_host` is the name of this host if its mount has data in memory only. The entry has it only if the
+    /// durability level of the checkpoint is below `Logged`, so that some of its data may be in that memory.
     fn from_checkpoint(
         directory: &Directory,
         checkpoint: &Checkpoint,
@@ -129,10 +129,11 @@ impl CheckpointEntry {
         let is_in_memory = checkpoint
             .level
             .is_some_and(|level| level < DurabilityLevel::Logged);
+        let step = checkpoint.step?;
         Some(Self {
             name: Path::new(&checkpoint.name).into(),
             path: directory.path().join(&checkpoint.name).into(),
-            step: checkpoint.step?,
+            step,
             bytes: checkpoint.bytes,
             held_bytes: checkpoint.held_bytes,
             durable_bytes: checkpoint.durable_bytes,
@@ -211,8 +212,8 @@ const COLUMN_NAMES: [&str; 8] = [
 /// A cell for each column.
 type TableRow = [String; COLUMN_NAMES.len()];
 
-/// Returns a table of the checkpoints. The name of one that is not whole (completely written) has the colour of a
-/// warning. Without checkpoints the text is empty.
+/// Returns a table of the checkpoints. The name of an incomplete checkpoint has the colour of a warning. Without
+/// checkpoints the text is empty.
 fn format_entries(entries: &[CheckpointEntry], paint: Paint) -> String {
     if entries.is_empty() {
         return String::new();
@@ -246,7 +247,7 @@ fn entry_row(entry: &CheckpointEntry) -> TableRow {
         entry.state.clone(),
         level.to_owned(),
         text::seconds(entry.age_seconds),
-        text::name(entry.host.as_deref().unwrap_or("-")),
+        text::escaped(entry.host.as_deref().unwrap_or("-")),
         entry.name.to_string(),
     ]
 }
@@ -254,7 +255,7 @@ fn entry_row(entry: &CheckpointEntry) -> TableRow {
 /// Prints the path of the newest usable checkpoint, from which a job can resume. Fails if none is usable.
 ///
 /// In an unmounted backing it is unknown whether files were closed, so there any checkpoint with a file counts. Fails
-/// if an arena, the file with data in memory, is left of an earlier mount.
+/// if an earlier mount of that backing has left its arena (the file in memory with data that is not in the backing).
 fn run_latest(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = LatestArgs::from_arg_matches(matches)?;
     let directory = Directory::find(&args.dir)?;

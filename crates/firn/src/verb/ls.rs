@@ -99,7 +99,7 @@ impl FileState {
     }
 }
 
-/// Lists files with their levels (what their data survives), or the checkpoints of commit rules.
+/// Lists files with their durability levels, or the checkpoints that commit rules make.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = LsArgs::from_arg_matches(matches)?;
     let (location, mut connection) = connect(&args.path)?;
@@ -131,8 +131,8 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     Ok(DONE)
 }
 
-/// Returns a file with its size and its status, as firnd, the daemon of the mount, knows them. A file that firnd does
-/// not list holds nothing in memory.
+/// Returns the entry of a file: its size and its status. `levels` has the files that firnd, the daemon of the mount,
+/// listed. Any other file has no bytes in memory.
 fn list_file(file: &FoundFile, mount_point: &Path, levels: &Levels) -> ListedFile {
     let relative_path = file.path.strip_prefix(mount_point).unwrap_or(&file.path);
     let held_bytes = match levels.known(relative_path) {

@@ -177,7 +177,8 @@ fn flag_value<'a>(
     }
 }
 
-/// Mounts as mount(8) asks. With `-f` the options are only checked. With `-s` unknown options are skipped.
+/// Mounts as mount(8) asks. With `-f` the options are only checked. With `-s` unknown options are skipped. Options come
+/// from the command line, the environment and the configuration files.
 fn mount(call: MountCall) -> Result<u8, Failure> {
     let listed_options = call.parse_option_lists()?;
     let [backing, mount_point] = &call.names[..] else {
@@ -186,15 +187,15 @@ fn mount(call: MountCall) -> Result<u8, Failure> {
             call.names.len()
         )));
     };
-    let unknown_options = listed_options.tolerated.join(",");
+    let skipped_options = listed_options.tolerated.join(",");
     let sources = Sources {
         minus_o: listed_options,
         surroundings: ProcessSources::of_process(),
         ..Sources::default()
     };
     let options = sources.resolve()?.options;
-    if call.is_verbose && !unknown_options.is_empty() {
-        output::print_message(&format!("skipped unknown options: {unknown_options}"));
+    if call.is_verbose && !skipped_options.is_empty() {
+        output::print_message(&format!("skipped unknown options: {skipped_options}"));
     }
     if call.is_fake {
         return Ok(DONE);

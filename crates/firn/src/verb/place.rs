@@ -119,6 +119,7 @@ fn explain_placement(path: &Path, as_json: bool) -> Result<u8, Failure> {
 /// Returns in words where a file is, to which lane (I/O server) a new file of its name would go, and why.
 fn format_explanation(path: &Path, explanation: &Explanation) -> String {
     let path = path_text(path);
+    // `file` says most about the place, and `server` more than `exists`. Only the first that is set is shown.
     let present_place = if let Some(file) = &explanation.file {
         format!("{path} is {file}")
     } else if let Some(server) = &explanation.server {

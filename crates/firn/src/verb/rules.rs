@@ -201,8 +201,8 @@ struct ExplainResult {
     keep: Option<usize>,
 }
 
-/// Explains which commit rule makes a checkpoint of a path: a rule of `--rules`, or of the mount on which the path
-/// lies. Returns [`FAILED`] if no rule does.
+/// Prints which commit rule covers a path, and to which checkpoint the path belongs. The rules are those of `--rules`,
+/// or of the mount that the path is on. Returns [`FAILED`] if no rule covers the path.
 fn run_explain(matches: &ArgMatches) -> Result<u8, Failure> {
     let path = matches.get_one::<PathBuf>("path").expect("clap demands it");
     let question = match matches.get_one::<String>("rules") {
@@ -253,13 +253,15 @@ impl RuleQuestion {
         })
     }
 
-    /// Returns the commit rule that covers the path, and the checkpoint that the path belongs to. The checkpoint is
-    /// everything at or below one path, its top, and has an open transaction until the rule commits it. All fields are
-    /// `None` if no rule covers the path.
+    /// Returns the commit rule that covers the path, and the checkpoint that the path belongs to. All fields are `None`
+    /// if no rule covers the path.
+    ///
+    /// The checkpoint is everything at or below one path, its scope. It has an open transaction until the rule commits
+    /// it.
     fn explain(&self) -> ExplainResult {
         let machine = Machine::new(Arc::clone(&self.rules));
         let location = machine.rules().locate(&self.relative_path);
-        let Some((rule, top)) = machine.explain(&location) else {
+        let Some((rule, scope)) = machine.explain(&location) else {
             return ExplainResult {
                 rule: None,
                 text: None,
@@ -271,11 +273,11 @@ impl RuleQuestion {
         let open_transaction = self
             .transactions
             .iter()
-            .find(|transaction| transaction.scope.as_bytes() == top.as_slice());
+            .find(|transaction| transaction.scope.as_bytes() == scope.as_slice());
         ExplainResult {
             rule: Some(rule.name.clone()),
             text: Some(rule.text.clone()),
-            scope: Some(String::from_utf8_lossy(&top).into_owned()),
+            scope: Some(String::from_utf8_lossy(&scope).into_owned()),
             waits_for: open_transaction.and_then(|transaction| transaction.waits_for.clone()),
             keep: rule.keep(),
         }
@@ -318,8 +320,8 @@ struct TestResult<'a> {
     open: Vec<ScopeState>,
 }
 
-/// Plays recorded operations (a trace) against commit rules, and prints when the rules would commit which checkpoint.
-/// Returns [`DONE`] if no checkpoint is open at their end.
+/// Replays a trace (recorded operations on files) against commit rules, and prints when the rules would commit which
+/// checkpoint. Returns [`FAILED`] if a checkpoint is still open at the end.
 fn run_test(matches: &ArgMatches) -> Result<u8, Failure> {
     let list = matches.get_one::<String>("rules").expect("clap demands it");
     let path = matches
@@ -329,23 +331,24 @@ fn run_test(matches: &ArgMatches) -> Result<u8, Failure> {
     let shown_path = crate::text::path(path);
     let trace = read_trace(path)
         .map_err(|error| Failure::new(FAILED, format!("cannot read {shown_path}: {error}")))?;
-    let steps = parse_trace(&trace, top)
+    let operations = parse_trace(&trace, top)
         .map_err(|error| usage_failure(format!("{shown_path}: {error}")))?;
     let mut player = TracePlayer::new(load_rule_set(list)?);
-    for step in &steps {
-        player.play(step);
+    for operation in &operations {
+        player.play(operation);
     }
-    player.end_job(steps.last().map_or(0, |step| step.line));
-    let tested = TestResult {
+    let last_line = operations.last().map_or(0, |operation| operation.line);
+    player.end_job(last_line);
+    let result = TestResult {
         outcomes: player.reactions(),
         open: player.states(),
     };
     if matches.get_flag("json") {
-        output::print_json(&tested)?;
+        output::print_json(&result)?;
     } else {
-        output::print(&tested.to_words())?;
+        output::print(&result.to_words())?;
     }
-    Ok(if tested.open.is_empty() { DONE } else { FAILED })
+    Ok(if result.open.is_empty() { DONE } else { FAILED })
 }
 
 /// Reads recorded operations from a file, or from standard input for the path `-`.

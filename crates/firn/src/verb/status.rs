@@ -15,7 +15,7 @@ use firn_protocol::path::BytePath;
 use firn_protocol::{FileStatus, Request, Status};
 use serde::Serialize;
 
-use crate::ask::ask_each;
+use crate::ask::parallel_map;
 use crate::failure::{DONE, FAILED, Failure, PARTLY};
 use crate::job::{Job, hosts_text, status_text};
 use crate::metrics::{self, MountScrape};
@@ -157,11 +157,12 @@ enum FoundMount {
 }
 
 impl FoundMount {
-    /// Returns what the user should do if firnd, the daemon of the mount, does not answer. Returns `None` if it does.
-    /// An arena is the file in memory with the data of a mount.
+    /// Returns what the user should do if firnd, the daemon of the mount, does not respond or has left its arena (the
+    /// file in memory with the mount's data). Returns `None` if it responds.
     fn advice(&self) -> Option<String> {
         match self {
             Self::Alive { .. } => None,
+            // The text of the error says what to do.
             Self::Silent { error, .. } => Some(error.clone()),
             Self::Left {
                 arena,
@@ -267,7 +268,7 @@ fn print_once(args: &StatusArgs) -> Result<u8, Failure> {
         return Ok(DONE);
     }
     let mounts = firn_client::mounts()?;
-    let mut found_mounts = ask_each(&mounts, ask_mount);
+    let mut found_mounts = parallel_map(&mounts, ask_mount);
     found_mounts.extend(find_unmounted_arenas(&mounts)?);
     if args.json {
         print_as_json(args, &found_mounts)?
@@ -372,13 +373,15 @@ fn describe_unreachable(mount_count: usize) -> Option<String> {
     ))
 }
 
-/// Asks all mounts for their figures. Returns them, and an exit status. A message names the mounts that did not answer,
-/// with the reason.
+/// Returns the metrics of all mounts, and an exit status. A message names the mounts that did not answer, with the
+/// reason.
 fn scrape_mounts() -> Result<(Vec<MountScrape>, u8), Failure> {
     let mounts = firn_client::mounts()?;
-    let answers = ask_each(&mounts, |mount| Connection::open(mount)?.status());
+    let answers = parallel_map(&mounts, |mount| Connection::open(mount)?.status());
     let mut scrapes = Vec::new();
+    // Mounts with a socket in another runtime directory, so that this process cannot ask them.
     let mut unreachable_count = 0;
+    // Mounts that failed to answer for another reason.
     let mut unanswered = Vec::new();
     for (mount, answer) in mounts.iter().zip(answers) {
         match answer {

@@ -259,8 +259,11 @@ fn is_mounted(mount: &Mount) -> bool {
     firn_client::mounts().map_or(true, |mounts| mounts.contains(mount))
 }
 
-/// Removes a mount with a firnd (its daemon) that was killed, and reports the data that remains in the arena, the file
-/// in memory. A stub tree stays: it is a mount without FUSE, made of empty files that stand for the real ones.
+/// Removes a mount after its firnd (the daemon) was killed. Fails with [`PARTLY`] if the arena (the file in memory) has
+/// remaining data or is missing.
+///
+/// A stub tree, a mount without FUSE made of empty files that stand for the real ones, is not removed. That is
+/// [`PARTLY`], too.
 fn remove_dead_mount(mount: &Mount) -> Result<u8, Failure> {
     // The stub files of a dead tree hold names that the backing may lack, so the tree is not removed.
     if mount.is_tree {

@@ -25,7 +25,7 @@ use firn_protocol::path::BytePath;
 use firn_protocol::record::{RECORD_BYTES_MAX, RunRecord};
 use serde::{Deserialize, Serialize};
 
-use crate::report::CheckpointNow;
+use crate::report::CurrentCheckpoint;
 
 /// Maximum size of an order in bytes. Options have some kilobytes, and a file with ROMIO hints has at most 64 KiB.
 const ORDER_BYTES_MAX: u64 = 1 << 20;
@@ -133,7 +133,7 @@ pub(super) enum HostMessage {
     /// The record of what the mount did, for the report of the run.
     Record(Box<RunRecord>),
     /// A part of the list of checkpoints that existed before the unmount.
-    Checkpoints(Vec<CheckpointNow>),
+    Checkpoints(Vec<CurrentCheckpoint>),
     /// A sentence about something that the report of the run lacks.
     NotReported(String),
     /// The unmount is over, and the host's part ends.

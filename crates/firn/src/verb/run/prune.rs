@@ -45,9 +45,9 @@ fn prune_once(prefix: &Path, keep: usize) -> Result<Vec<Failure>, Failure> {
         return Ok(Vec::new());
     }
     let mut failures = prune::finish_removals(&directory)?;
-    let judged = prune::judge_directory(&directory, keep)?;
-    failures.extend(judged.failures);
-    for checkpoint in &judged.checkpoints {
+    let decisions = prune::decide_removals(&directory, keep)?;
+    failures.extend(decisions.failures);
+    for checkpoint in &decisions.checkpoints {
         if checkpoint.verdict != Verdict::Remove {
             continue;
         }
