@@ -266,16 +266,16 @@ impl RegionPaths {
     }
 }
 
-/// Describes for C where a mount has files' bytes: in the data region of the arena, a file in shared memory, and in the
-/// spill file on a local device. Addresses are null pointers as long as these are not mapped.
+/// Returns the C description of where a mount has the bytes of files: in the data region of the arena (a file in shared
+/// memory), and in the spill file on a local device. The addresses are null until this process has mapped them.
 fn region_of(handle: &Handle) -> Region {
-    let mapping = handle.mount.mapping();
-    let mapped_spill = mapping.and_then(|mapping| mapping.spill.as_ref());
+    let mapped_files = handle.mount.mapping();
+    let mapped_spill = mapped_files.and_then(|files| files.spill.as_ref());
     let spill_path = handle.region_paths.spill.as_ref();
     let region = handle.mount.region();
     Region {
         size: size_of::<Region>(),
-        address: mapping.map_or(null(), |mapping| mapping.region.start().cast()),
+        address: mapped_files.map_or(null(), |files| files.region.start().cast()),
         bytes: region.bytes,
         page_bytes: region.page_bytes,
         chunk_bytes: region.chunk_bytes,
@@ -315,8 +315,8 @@ pub extern "C" fn firn_map_region(handle: Option<&Handle>, to: CallerPlace<'_, R
 
 // ---- chunk lists ---------------------------------------------------------------------------------
 
-/// Converts a piece (a range of a file and the place of its bytes) for C. The address is null if the bytes are not in
-/// mapped memory. Fails if the piece is outside the mapping.
+/// Converts a piece (an extent: a range of a file and the place of its bytes) for C. The address is null if the bytes
+/// are not in mapped memory. Fails if the piece is outside the mapping.
 fn meta_from_piece(mount: &OpenMount, piece: &ChunkPiece) -> Result<ChunkMeta, Error> {
     let place = match piece.place {
         Place::Memory => IN_MEMORY,

@@ -708,7 +708,7 @@ fn no_socket_error(mount: &Mount) -> ClientError {
             backing: mount.backing.clone(),
             mount_point,
         },
-        Liveness::Living => ClientError::NoSocket {
+        Liveness::Alive => ClientError::NoSocket {
             mount_point,
             runtime_dir: mount.runtime_dir.clone(),
         },

@@ -1,5 +1,5 @@
-//! The figures of mounts in the Prometheus text format (exposition format 0.0.4), for `firn status --prometheus` and
-//! `firn exporter`. The figures of a mount come from its daemon, firnd.
+//! The metrics of mounts in the Prometheus text format (exposition format 0.0.4), for `firn status --prometheus` and
+//! `firn exporter`. They come from firnd, the daemon of a mount. A metric with its samples is a [`Figure`].
 
 use std::collections::HashMap;
 use std::fmt;
@@ -13,7 +13,7 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::exemplar::Exemplar;
 use prometheus_client::registry::Registry;
 
-/// A mount that was asked for its figures.
+/// A mount that was asked for its metrics.
 pub enum MountScrape {
     /// Its firnd answered with this status.
     Up(Box<Status>),
@@ -22,7 +22,7 @@ pub enum MountScrape {
 }
 
 impl MountScrape {
-    /// Returns the entry of a mount whose firnd did not answer.
+    /// Returns a mount after its firnd did not answer.
     pub fn down(mount: &Mount) -> Self {
         Self::Down(Scrape {
             host: crate::text::own_host_name(),
@@ -32,7 +32,7 @@ impl MountScrape {
         })
     }
 
-    /// Returns the entry that names the mount and says whether it answered.
+    /// Returns the labels that name the mount, and whether it answered.
     fn scrape(&self) -> Scrape {
         match self {
             Self::Up(status) => Scrape {
@@ -54,7 +54,7 @@ impl MountScrape {
     }
 }
 
-/// The figures in the form that the registry of the encoder accepts.
+/// The metrics in the form that the registry of the encoder accepts.
 #[derive(Debug)]
 struct FigureCollector(Figures);
 

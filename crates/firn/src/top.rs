@@ -4,14 +4,14 @@
 //! ```text
 //!   firnd of each mount ──► thread of the mount ─┐
 //!   mounts of this host ──► thread of the list ──┼─► Answers ─► View ──► Screen ──► terminal, or text
-//!   firn history DIR ─────► a child, seldom ─────┤                ▲
-//!   hosts of the backing ─► a child ─────────────┘         keys, size
+//!   firn history DIR ─────► a child process ─────┤                ▲
+//!   hosts of the backing ─► a child process ─────┘         keys, size
 //! ```
 //!
 //! Parts
 //! * [`sampler`] asks each source in a separate thread or child process, so that a slow answer never delays the
 //!   screen. It stores the last answer of each source.
-//! * [`View`] is the state that the screen shows: a copy of the answers, and the user's choices. Its functions use
+//! * [`View`] is the state that the screen shows: a copy of the answers, and the user's selection. Its functions use
 //!   neither I/O nor a clock.
 //! * [`screen`] draws a view on a terminal or into a buffer.
 //! * [`terminal`] reads keys, and restores the terminal in every case.
@@ -28,7 +28,8 @@ use firn_protocol::{HostReport, Status};
 use crate::job::{Host, Job, Trouble};
 use crate::verb::history::CheckpointEntry;
 
-/// User id for a report that is made of a status only to derive texts in which no user appears.
+/// User id for a [`HostReport`] that is made from a status. The texts that are derived from the report do not contain
+/// it.
 const UNUSED_USER_ID: u32 = 0;
 /// Maximum number of samples for a sparkline: as many as a wide terminal has columns.
 const HISTORY_MAX: usize = 240;
@@ -126,7 +127,7 @@ pub struct JobView {
     pub rates: Rates,
 }
 
-/// The table in which keys move the choice.
+/// The table in which keys move the selection.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Pane {
     /// The table of mounts or hosts.
@@ -136,7 +137,7 @@ pub enum Pane {
     Lower,
 }
 
-/// The state that the screen shows: the answers of the sampler, and the user's choices.
+/// The state that the screen shows: the answers of the sampler, and the user's selection.
 #[derive(Clone, Debug, Default)]
 pub struct View {
     /// Name of this host.
@@ -159,13 +160,13 @@ pub struct View {
     pub checkpoints: Checkpoints,
     /// The job. `None` means that this host's mounts are shown.
     pub job: Option<JobView>,
-    /// The table in which keys move the choice.
+    /// The table in which keys move the selection.
     pub pane: Pane,
     /// Index of the selected row in the table of mounts or hosts.
     pub upper_row: usize,
     /// Index of the selected row in the table of checkpoints.
     pub lower_row: usize,
-    /// Name of the mount or host that the user chose, because rows change their order. `None` means the first row.
+    /// Name of the mount or host that the user selected, because rows change their order. `None` means the first row.
     pub selected_name: Option<String>,
 }
 

@@ -1,7 +1,7 @@
 //! Checks of the backing, the directory that is to be mounted: on which file system it is, how that is mounted, and
 //! whether this user may write there.
 //!
-//! They read facts and change nothing, except that the check `writable` creates and removes a probe directory.
+//! They change nothing, except that the check `writable` creates and removes a probe directory.
 
 use std::path::{Path, PathBuf};
 
@@ -34,6 +34,7 @@ pub(crate) fn check_file_system(subject: &CheckSubject<'_>) -> Vec<Finding> {
         Err(text) => return vec![Finding::refused(text)],
     };
     let name = quoted_path(&backing);
+    // The entry of the mount on which the backing lies.
     let Some(entry) = holding(&entries, &backing) else {
         return vec![Finding::ok(format!("{name} is a directory"))];
     };

@@ -16,10 +16,10 @@ use crate::doctor::{CHECKS, Check, CheckGroup, CheckSubject, Finding, Verdict};
 pub struct ExaminationRequest {
     /// Whether there is a backing to examine. Without one, only the checks of the host run.
     pub has_backing: bool,
-    /// Arguments with which this program runs one check and prints its findings as JSON. The name of the check is
-    /// inserted at `name_index`.
+    /// Command line, without the program, with which a child process runs one check and prints its findings as JSON.
+    /// Only the name of the check is missing.
     pub arguments: Vec<OsString>,
-    /// Index in `arguments` at which the name of the check is inserted.
+    /// Where the name of the check is inserted in `arguments`: after the flag `--only`.
     pub name_index: usize,
     /// Timeout for one check.
     pub timeout: Duration,

@@ -1,6 +1,6 @@
 //! Checks for what earlier mounts of this user left behind.
 //!
-//! * A mount of which firnd, the process that serves it, has ended or hangs.
+//! * A mount that is dead or hangs, because firnd, its daemon, has ended or does not answer.
 //! * An arena that no firnd uses. An arena is a file in shared memory with data that the backing may lack.
 
 use std::time::Duration;
@@ -17,13 +17,13 @@ use crate::doctor::{CheckSubject, Finding};
 /// Timeout for the kernel to say whether a firnd serves a mount.
 const LIVENESS_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Reports mounts of which firnd, the process that serves the mount, has ended or does not answer.
+/// Reports mounts that are dead or hang, because firnd, their daemon, has ended or does not answer.
 pub(crate) fn check_mounts(_: &CheckSubject<'_>) -> Vec<Finding> {
     let mounts = match firn_client::mounts() {
         Ok(mounts) => mounts,
         Err(error) => return vec![Finding::refused(error.to_string())],
     };
-    // All mounts are asked at the same time, because each of them may use up the whole timeout.
+    // All mounts are asked at the same time, because each of them may take the whole timeout.
     let states = parallel_map(&mounts, |mount| mount.liveness(LIVENESS_TIMEOUT));
     let mut findings: Vec<Finding> = mounts
         .iter()
@@ -40,13 +40,13 @@ pub(crate) fn check_mounts(_: &CheckSubject<'_>) -> Vec<Finding> {
     findings
 }
 
-/// Returns a finding for a mount in trouble, or `None` for a healthy one. `state` is that of its firnd, the process
-/// that serves it.
+/// Returns a finding for a mount that is dead or hangs, or `None` for a healthy one. `state` is that of its firnd, the
+/// daemon.
 fn judge_mount(mount: &Mount, state: Liveness) -> Option<Finding> {
     let point = quoted_path(&mount.mount_point);
     let backing = quoted_path(&mount.backing);
     match state {
-        Liveness::Living => None,
+        Liveness::Alive => None,
         Liveness::Dead => Some(Finding::wrong(
             format!("the mount at {point} is dead, and programs get ENOTCONN"),
             format!(

@@ -1,8 +1,8 @@
 //! Advice about a host of a job: what the user should do, with the commands.
 //!
-//! Most advice depends on the host's state. A host shows that it lives by its lease, a file that it renews.
-//! * An *alive* host renews its lease. It gets advice only for an error, or for files that it keeps from being
-//!   flattened (copied from logs into plain files).
+//! Most advice depends on the host's state. A host shows that it is alive by its lease, a file that it renews.
+//! * An *alive* host renews its lease. It gets advice only for an error, or for files in logs that cannot be copied
+//!   into plain files (flattened) yet because of it.
 //! * A *silent* host does not renew its lease, and is not known to be dead.
 //! * A *dead* host has no process any more. Its data may still be in its memory.
 //! * A host that has *left* has unmounted, and may have kept data in its memory.

@@ -43,7 +43,6 @@ pub struct HostLease {
     /// Whether the lease is locked.
     pub is_locked: bool,
     /// Seconds since the last heartbeat. `None` means that the time is unknown.
-    #[serde(rename = "heartbeat_age_seconds")]
     pub heartbeat_age_seconds: Option<f64>,
     /// The process that holds the lease.
     pub holder: Option<Holder>,

@@ -1,8 +1,8 @@
 //! Builds a [`Host`] for each host of a job: a row of the tables that the user sees.
 //!
-//! Each host has two files in the backing, the directory that all hosts mount: a *lease*, which shows that the host
-//! lives, and a *report* of its status. They make its row. The row of this host also uses the answer of its firnd, the
-//! daemon of the mount.
+//! Each host has two files in the backing, the directory that all hosts mount: a *lease*, which shows that the host is
+//! alive, and a *report* of its status. Its row is made from them. The row of this host also uses the answer of its
+//! firnd, the daemon of the mount.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};

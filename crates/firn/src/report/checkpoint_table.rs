@@ -115,7 +115,8 @@ impl MergedCheckpoint {
     }
 }
 
-/// Returns the section of the page with the table.
+/// Returns the section of the page with the table of checkpoints, as HTML: a legend, the rows and two notes. If there
+/// are more than [`ROWS_MAX`] checkpoints, the oldest are left out.
 pub fn render_section(run: &Run, checkpoints: &[MergedCheckpoint], run_seconds: f64) -> String {
     let mut html = String::from("<section><h2>Checkpoints</h2>\n");
     if checkpoints.is_empty() {
@@ -176,8 +177,11 @@ fn render_bar(checkpoint: &MergedCheckpoint, run_seconds: f64) -> String {
     html
 }
 
-/// Returns the row of a checkpoint: its times, its present state, and its bar. Drained is in the backing, and durable
-/// is synced there. A dash stands for what is not known or did not happen.
+/// Returns the HTML row of a checkpoint, and a second row with its bar. A dash stands for what is not known or did not
+/// happen.
+///
+/// The cells are in the order of the heads in [`render_section`]: step, name, size, files, begin, time of writing,
+/// times from the last close until it was drained (in the backing) and durable (synced there), and state now.
 fn render_row(run: &Run, checkpoint: &MergedCheckpoint, run_seconds: f64) -> String {
     let present = run.checkpoints.get(&checkpoint.path);
     let time_since_close = |time: Option<f64>| match (time, checkpoint.closed) {

@@ -1,13 +1,13 @@
 //! Draws the screen of `firn top` from a view, which has all that is shown. The screen fits into 80 columns and 24
 //! lines. A larger terminal shows more rows and longer bars. A *lane* is one I/O server; its *token* is the lock that
-//! gives it one writing host.
+//! makes one host its only writer.
 //!
 //! ```text
 //!   firn top  node1  2 mounts                        one line
 //!   MOUNT …                                          a row for each mount, or for each host of the job
 //!   IN ▁▂▃ …          OUT ▁▂▃ …                      of the selected mount, or of the whole job
-//!   CHECKPOINT … █▓░                                 what is left of the screen
-//!   LANE …                                           where there are several, or tokens
+//!   CHECKPOINT … █▓░                                 the remaining lines of the screen
+//!   LANE …                                           only with several lanes, or with tokens
 //!   q quit …                                         one line
 //! ```
 
@@ -47,7 +47,7 @@ const LANE_ROWS_MAX: usize = 4;
 const CHECKPOINT_NAME_WIDTH: usize = 18;
 const CHECKPOINT_STATE_WIDTH: usize = 14;
 /// Minimum width of a checkpoint's bar in characters.
-const BAR_MIN: usize = 10;
+const BAR_WIDTH_MIN: usize = 10;
 /// Maximum width of a last column, which takes the rest of a line. Texts in it are shorter.
 const LAST_COLUMN_WIDTH_MAX: usize = 200;
 /// Maximum number of lines about the trouble of the selected mount.
@@ -563,7 +563,7 @@ fn bar_width(width: u16) -> usize {
     const COLUMNS_WIDTH: usize = 63;
     (width as usize)
         .saturating_sub(COLUMNS_WIDTH + 1)
-        .max(BAR_MIN)
+        .max(BAR_WIDTH_MIN)
 }
 
 /// Returns the line of a checkpoint: its figures, and a bar of its parts that are durable (synced), drained (in the

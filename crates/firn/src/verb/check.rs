@@ -3,7 +3,8 @@
 //! Terms
 //! * The *arena* of a mount is a file in shared memory with data that the backing lacks.
 //! * With layout=log, the backing has *logs* of the writes to a file, until they are flattened into a plain file.
-//! * An *orphan* is a file in a lane without a name, a name without a file, or a log without a file.
+//! * An *orphan* is one of three: a file on a lane without a name in the backing, a name without its file, or a log
+//!   without its file.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};

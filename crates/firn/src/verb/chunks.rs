@@ -3,7 +3,7 @@
 //! Terms
 //! * A *chunk* is a unit of the arena, the shared memory with data that is not in the backing yet.
 //! * The *spill file* is a file on a local disk, to which data moves when memory is short.
-//! * A *piece* is a range of the file with all of its bytes in one place.
+//! * A *piece* (extent) is a range of the file with all of its bytes in one place.
 
 use std::path::PathBuf;
 

@@ -1,7 +1,8 @@
-//! `firn history` and `firn latest`: the checkpoints of a directory, and the newest whole one.
+//! `firn history` and `firn latest`: the checkpoints of a directory, and the newest complete one.
 //!
-//! A checkpoint is a directory or a file with a step in its name, such as `step_100`. It is *whole* if it has files,
-//! all were closed, and no open transaction may have changed it. Its *level* says what its data survives.
+//! A checkpoint is a directory or a file with a step in its name, such as `step_100`. It is complete (the users' word
+//! is *whole*) if it has files, all were closed, and no open transaction may have changed it. Its durability *level*
+//! says where its data is: in memory only, in the backing, or synced there.
 
 use std::ffi::OsStr;
 use std::io::{self, IsTerminal, Write};
@@ -104,7 +105,7 @@ pub struct CheckpointEntry {
     pub durable_bytes: u64,
     /// Number of its files.
     pub files: u64,
-    /// Whether the checkpoint is whole. `None` means that this is unknown.
+    /// Whether the checkpoint is complete. `None` means that this is unknown.
     pub whole: Option<bool>,
     /// The word `whole`, or the word for why the checkpoint is not whole.
     pub state: String,

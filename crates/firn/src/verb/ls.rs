@@ -1,7 +1,7 @@
 //! `firn ls`: lists the files of a mount with their durability levels, and whether they were closed.
 //!
-//! The level of a file says what its data survives: *held* data is only in memory, *drained* data is in the backing,
-//! and *durable* data is synced there.
+//! The level of a file says where its data is: *held* data is only in memory, *drained* data is in the backing, and
+//! *durable* data is synced there.
 
 mod checkpoints;
 

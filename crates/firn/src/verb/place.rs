@@ -1,6 +1,7 @@
-//! `firn place`: shows the lane of a file, or removes a lane from those that a backing knows.
+//! `firn place`: shows on which lane a file is, or unregisters a lane.
 //!
-//! A lane is one I/O server, or the directory on it. The backing is the directory that is mounted.
+//! A lane is a storage target: one I/O server, or a directory on it. The backing is the directory that is mounted. It
+//! has a list of its lanes.
 
 use std::path::{Path, PathBuf};
 

@@ -1,7 +1,8 @@
 //! `firn recover`: writes the data that a killed firnd held to its backing, without a mount.
 //!
 //! firnd is the daemon of a mount. Its data in memory lies in the *arena*, a file in shared memory, which outlives the
-//! daemon. With other flags, the verb discards that data, or ends the transactions of a host that is lost.
+//! daemon. Flags select one of three other procedures: to discard that data, to end the transactions of a dead host, or
+//! to prepare a transaction from its backup.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

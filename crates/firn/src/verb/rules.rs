@@ -1,7 +1,7 @@
-//! `firn rules`: lists commit rules, explains which rule covers a path, and plays recorded operations against rules.
+//! `firn rules`: lists commit rules, explains which rule covers a path, and replays recorded operations against rules.
 //!
 //! A commit rule defines which changes together are a checkpoint (its *scope*), and which change completes it (its
-//! *event*). The scope is the paths at or below one path, its *top*.
+//! *event*). The scope is all paths at or below one path, its *top*.
 
 use std::fmt::Write as _;
 use std::io::Read as _;

@@ -46,7 +46,7 @@ use crate::verb::umount::{unmount_failure, wait_for_end};
 pub const NAME: &str = "run-host";
 /// Interval at which a mount that has to end is checked for programs that still use it.
 const UNMOUNT_CHECK_INTERVAL: Duration = Duration::from_secs(1);
-/// Number of checkpoints in one message. With paths of 4 KiB they still fit.
+/// Number of checkpoints in one message. Even with paths of 4 KiB, a message stays below its maximum size.
 const CHECKPOINTS_PER_MESSAGE: usize = 100;
 /// Variable with the name of the host under Slurm, which may differ from its host name.
 const SLURM_HOST: &str = "SLURMD_NODENAME";

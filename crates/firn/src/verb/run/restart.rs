@@ -5,10 +5,10 @@
 //!
 //! Promises
 //! * A file that exists here with the same size and time is not fetched. A file that was written later is not replaced.
-//! * All files below one name at the top of the mount are fetched before any of them gets its final name. After an
-//!   interruption, the same command continues.
-//! * Files are fetched into a directory with mode 0700. From there they are moved by the descriptor of the mount's top,
-//!   and no symbolic link is followed: other users may create names in the backing.
+//! * All files at or below one entry of the mount's root directory are fetched before any of them gets its final name.
+//!   After an interruption, the same command continues.
+//! * Files are fetched into a directory with mode 0700. From there they are moved by the descriptor of the mount's root
+//!   directory, and no symbolic link is followed: other users may create names in the backing.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
