@@ -144,7 +144,7 @@ pub struct Checkpoint {
     pub is_open: bool,
     /// The lowest durability level of its files. `None` if it has no files.
     pub level: Option<DurabilityLevel>,
-    /// Whether a symbolic link in the same directory leads to it.
+    /// Whether a symbolic link in the same directory points to it.
     pub is_linked: bool,
 }
 

@@ -340,7 +340,7 @@ impl Connection {
         Ok((process, files_in_logs))
     }
 
-    /// Makes a request that may take for ever ([`Request::Wait`]).
+    /// Makes a request without a time limit ([`Request::Wait`]).
     pub fn wait(
         &mut self,
         request: &Request,

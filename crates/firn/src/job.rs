@@ -2,7 +2,7 @@
 //! have the backing mounted.
 //!
 //! Terms
-//! * A *lease* is a file in the backing that shows that a host lives. The host renews it every two seconds. Each
+//! * A *lease* is a file in the backing that shows that a host is alive. The host renews it every two seconds. Each
 //!   renewal is a *heartbeat*.
 //! * A *report* is the status that a host writes beside its lease.
 //! * *firnd* is the daemon of a mount. It *drains* data: it writes data that is only in memory to the backing.
@@ -35,7 +35,7 @@ pub struct Job {
     pub backing: BytePath,
     /// Sums over the hosts that have the backing mounted, and over what dead hosts left.
     pub total: JobTotals,
-    /// Hosts, with the one in the worst trouble first.
+    /// Hosts. Those with the worst problems come first.
     pub hosts: Vec<Host>,
     /// Sentences about sources that did not answer, and about other things that the user should know.
     pub notes: Vec<String>,

@@ -30,7 +30,7 @@ use firn_protocol::record::{Bucket, RECORD_BYTES_MAX, RunRecord};
 use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 
-use crate::failure::{FAILED, Failure, NOT_FIRN, USAGE};
+use crate::failure::{FAILED, Failure, NO_MOUNT, USAGE};
 use crate::{output_file, text};
 
 /// Maximum number of directories in which checkpoints are looked for.
@@ -182,7 +182,7 @@ impl Run {
                 text::path(backing)
             ),
         };
-        Err(Failure::new(NOT_FIRN, message))
+        Err(Failure::new(NO_MOUNT, message))
     }
 
     /// Returns a run with this host's record as the first one.

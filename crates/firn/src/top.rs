@@ -183,7 +183,7 @@ impl View {
         mounts
     }
 
-    /// Returns the hosts of the job that are shown, with the one in the worst trouble first.
+    /// Returns the hosts of the job that are shown. Those with the worst problems come first.
     pub fn hosts(&self) -> Vec<&Host> {
         match self.job.as_ref().and_then(|job| job.answer.as_ref()) {
             Some(Ok(job)) => job.hosts.iter().filter(|host| !host.is_gone()).collect(),

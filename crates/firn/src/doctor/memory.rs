@@ -31,7 +31,7 @@ const LIBFABRIC: [&str; 4] = [
 
 /// Reports whether there is memory for the arena that a mount would create now. The arena is the file in shared memory
 /// with the data that is not in the backing yet.
-pub(crate) fn check_room(subject: &CheckSubject<'_>) -> Vec<Finding> {
+pub(crate) fn check_arena_memory(subject: &CheckSubject<'_>) -> Vec<Finding> {
     let options = subject.options;
     if let Some(arena) = existing_arena(subject) {
         return vec![Finding::ok(format!(
@@ -54,7 +54,7 @@ pub(crate) fn check_room(subject: &CheckSubject<'_>) -> Vec<Finding> {
         ("this host", available_memory_bytes()),
         ("the cgroup of this process", cgroup_bytes_left()),
     ];
-    for (limited_by, bytes_left) in memory_limits {
+    for (limit_name, bytes_left) in memory_limits {
         let Some(bytes_left) = bytes_left else {
             // This limit does not exist, or cannot be read.
             continue;
@@ -62,7 +62,7 @@ pub(crate) fn check_room(subject: &CheckSubject<'_>) -> Vec<Finding> {
         if bytes_left < needed_bytes {
             findings.push(Finding::note(
                 format!(
-                    "{limited_by} has {} of memory left, but the arena needs {}",
+                    "{limit_name} has {} of memory left, but the arena needs {}",
                     quantity::bytes(bytes_left),
                     quantity::bytes(needed_bytes)
                 ),

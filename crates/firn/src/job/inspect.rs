@@ -1,7 +1,8 @@
-//! Collects what is known of the hosts of a job, for `firn hosts` and `firn status --job`.
+//! Collects the state of the hosts of a job, for `firn hosts` and `firn status --job`.
 //!
-//! * Two sources are asked at the same time. One is the backing, the directory that all hosts mount: each host has a
-//!   lease there, a file that shows that the host lives. The other is firnd, the daemon of this host's own mount.
+//! * There are two sources, which are asked at the same time. One is the backing, the directory that all hosts mount:
+//!   each host has a lease there, a file that shows that the host is alive. The other is firnd, the daemon of this
+//!   host's own mount.
 //! * Each source may hang, so a child process asks it and is abandoned at the timeout.
 //! * [`Job::inspect`] runs in the parent. [`inspect_backing`] and [`inspect_own_mount`] run in the children.
 
@@ -24,7 +25,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Host, Job, JobTotals, rows};
 use crate::ask::{ChildFailure, ask_child, parallel_map};
-use crate::failure::{FAILED, Failure, NOT_FIRN, USAGE};
+use crate::failure::{FAILED, Failure, NO_MOUNT, USAGE};
 use crate::text;
 
 /// Bounds of the search for files in logs: number of files, and time. Each file costs the listing of two directories.
@@ -93,7 +94,7 @@ impl Job {
     /// Fails if neither of them answers.
     pub fn inspect(path: Option<&Path>, timeout: Duration) -> Result<Self, Failure> {
         let sources = [JobSource::Backing, JobSource::Mount];
-        // Both values are replaced, because each source gives an answer.
+        // The loop replaces both values, because each source gives an answer.
         let mut backing_answer = Err(ChildFailure::TimedOut);
         let mut mount_answer = Ok(None);
         for answer in parallel_map(&sources, |source| source.ask(path, timeout)) {
@@ -216,7 +217,7 @@ fn describe_mount_failure(error: &ChildFailure, timeout: Duration) -> Option<Str
         )),
         // A wrong path concerns both sources. The failure of the backing reports it once.
         ChildFailure::Refused {
-            exit_status: Some(NOT_FIRN | USAGE),
+            exit_status: Some(NO_MOUNT | USAGE),
             ..
         } => None,
         ChildFailure::Refused { text, .. } => Some(format!("this host's own mount: {text}")),

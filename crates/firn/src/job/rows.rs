@@ -111,8 +111,8 @@ fn parse_report(lease: &HostLease) -> Option<HostReport> {
     serde_json::from_value(report).ok()
 }
 
-/// Returns the row of this host's own mount that has no lease (file in the backing that shows that a host lives), and
-/// is therefore invisible to other hosts.
+/// Returns the row of this host's own mount if it has no lease (the file in the backing that shows that a host is
+/// alive), and is therefore invisible to other hosts.
 fn row_from_own_mount(own_mount: OwnMountState) -> Host {
     Host {
         name: own_mount.host,

@@ -148,7 +148,7 @@ pub fn render_section(run: &Run, checkpoints: &[MergedCheckpoint], run_seconds: 
     html
 }
 
-/// Returns the present state of a checkpoint in one word. `present` is `None` if the checkpoint no longer exists.
+/// Returns the current state of a checkpoint in one word. `present` is `None` if the checkpoint no longer exists.
 fn state_text(checkpoint: &MergedCheckpoint, present: Option<&CurrentCheckpoint>) -> String {
     let Some(present) = present else {
         return "removed".to_owned();

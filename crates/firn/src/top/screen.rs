@@ -255,6 +255,7 @@ fn draw_mount_table(
     view: &View,
     theme: Theme,
 ) {
+    // Each column has its heading, its maximum width and its minimum width.
     let columns = [
         Column::new("MOUNT", 22, 14),
         Column::new("STATE", 7, 6),
@@ -656,7 +657,7 @@ fn lanes_with_reports(status: &Status) -> Vec<LaneReport> {
 }
 
 /// Draws the table of lanes (I/O servers). IN LINE is the number of files that wait to be drained to the lane, and
-/// TOKEN the state of its lock. A lane in trouble has the colour of an error.
+/// TOKEN the state of its lock. A lane with a problem has the colour of an error.
 fn draw_lanes(frame: &mut Frame<'_>, area: Rect, lanes: &[LaneReport], theme: Theme) {
     if lanes.is_empty() {
         return;
@@ -668,6 +669,7 @@ fn draw_lanes(frame: &mut Frame<'_>, area: Rect, lanes: &[LaneReport], theme: Th
             Style::new()
         }
     };
+    // Each column has its heading, its maximum width and its minimum width.
     let columns = [
         Column::new("LANE", 6, 4),
         Column::new("STATE", 6, 5),

@@ -16,7 +16,7 @@ use firn_protocol::path::BytePath;
 use serde::Serialize;
 
 use super::mount::{options_list_arg, resolve_options};
-use crate::failure::{DONE, FAILED, Failure, NOT_FIRN};
+use crate::failure::{DONE, FAILED, Failure, NO_MOUNT};
 use crate::output::{self, Paint};
 use crate::text::{bytes, count, escaped, path as path_text};
 use crate::verb::Verb;
@@ -164,7 +164,7 @@ fn print_reports(reports: &Reports, as_json: bool) -> Result<u8, Failure> {
 
 /// Returns the failure for a damaged arena (the file in memory with a mount's data), with advice.
 ///
-/// If another user could have made its spill file (the arena's extension on disk), the exit status is [`NOT_FIRN`],
+/// If another user could have made its spill file (the arena's extension on disk), the exit status is [`NO_MOUNT`],
 /// because the file then need not be Firn's.
 fn damaged_arena_failure(report: &CheckReport) -> Failure {
     let places = count(report.damage.len() as u64, "damaged place");
@@ -173,7 +173,7 @@ fn damaged_arena_failure(report: &CheckReport) -> Failure {
         .as_ref()
         .map_or("BACKING".to_owned(), BytePath::to_string);
     let (exit_status, advice) = match report.spill_distrust() {
-        Some(distrust_reason) => (NOT_FIRN, distrust_reason),
+        Some(distrust_reason) => (NO_MOUNT, distrust_reason),
         None => (
             FAILED,
             format!("`firn recover {backing}` recovers the rest"),
@@ -278,7 +278,7 @@ fn find_arena(path: &Path, matches: &ArgMatches) -> Result<PathBuf, Failure> {
         Err(_) => {
             let backing = path.canonicalize().map_err(|error| {
                 Failure::new(
-                    NOT_FIRN,
+                    NO_MOUNT,
                     format!(
                         "{}: {error}; name an arena, a backing or a mount point",
                         path_text(path)
@@ -295,7 +295,7 @@ fn find_arena(path: &Path, matches: &ArgMatches) -> Result<PathBuf, Failure> {
     let path = path_text(path);
     let arena = path_text(&arena);
     Err(Failure::new(
-        NOT_FIRN,
+        NO_MOUNT,
         format!(
             "{path} has no arena (looked for {arena}), so no data is held for it; if it was mounted with --arena-dir, use the same --arena-dir"
         ),

@@ -15,7 +15,7 @@ use firn_client::paths::RuntimeFiles;
 use firn_client::{ClientError, Mount};
 use serde_json::Value;
 
-use crate::failure::{DONE, FAILED, Failure, NOT_FIRN};
+use crate::failure::{DONE, FAILED, Failure, NO_MOUNT};
 use crate::output;
 use crate::text;
 use crate::verb::Verb;
@@ -115,7 +115,7 @@ fn reader_for_path(path: &Path) -> Result<EventReader, Failure> {
         let text = format!(
             "{shown_path} is not mounted, and no events of an earlier mount are kept on this host"
         );
-        return Err(Failure::new(NOT_FIRN, text));
+        return Err(Failure::new(NO_MOUNT, text));
     }
     let own_uid = rustix::process::geteuid().as_raw();
     Ok(EventReader::new(event_file, own_uid))

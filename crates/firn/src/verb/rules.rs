@@ -205,25 +205,26 @@ struct ExplainResult {
 /// or of the mount that the path is on. Returns [`FAILED`] if no rule covers the path.
 fn run_explain(matches: &ArgMatches) -> Result<u8, Failure> {
     let path = matches.get_one::<PathBuf>("path").expect("clap demands it");
-    let question = match matches.get_one::<String>("rules") {
-        Some(list) => RuleQuestion::without_mount(path, list)?,
-        None => RuleQuestion::on_mount(path)?,
+    let lookup = match matches.get_one::<String>("rules") {
+        Some(list) => RuleLookup::without_mount(path, list)?,
+        None => RuleLookup::on_mount(path)?,
     };
-    let explained = question.explain();
+    let explanation = lookup.explain();
     if matches.get_flag("json") {
-        output::print_json(&explained)?;
+        output::print_json(&explanation)?;
     } else {
-        output::print(&explained.to_words(&question.relative_path))?;
+        output::print(&explanation.to_words(&lookup.relative_path))?;
     }
-    Ok(if explained.rule.is_some() {
+    Ok(if explanation.rule.is_some() {
         DONE
     } else {
         FAILED
     })
 }
 
-/// A path, and the rules that may cover it.
-struct RuleQuestion {
+/// A path, and what is needed to find the commit rule that covers it.
+struct RuleLookup {
+    /// The rules that may cover the path.
     rules: Arc<RuleSet>,
     /// The path below the mount point.
     relative_path: Vec<u8>,
@@ -231,8 +232,8 @@ struct RuleQuestion {
     transactions: Vec<TransactionStatus>,
 }
 
-impl RuleQuestion {
-    /// Returns the question for a path on a mount, and the rules of that mount.
+impl RuleLookup {
+    /// Returns the lookup of a path on a mount, with the rules of that mount.
     fn on_mount(path: &Path) -> Result<Self, Failure> {
         let (location, mut connection) = connect(path)?;
         let status = connection.status()?;
@@ -243,7 +244,7 @@ impl RuleQuestion {
         })
     }
 
-    /// Returns the question for a path on no mount, and a list of rules.
+    /// Returns the lookup of a path that is on no mount, with a list of rules.
     fn without_mount(path: &Path, rule_list: &str) -> Result<Self, Failure> {
         let relative_path = path.strip_prefix("/").unwrap_or(path);
         Ok(Self {

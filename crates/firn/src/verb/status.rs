@@ -246,7 +246,7 @@ fn print_job(args: &StatusArgs) -> Result<u8, Failure> {
         if args.verbose {
             text += &format!("\n{}", hosts_text(&job, paint));
         }
-        print_for_people(args, &text)?;
+        print_text(args, &text)?;
     }
     Ok(job_exit_status(&job))
 }
@@ -263,7 +263,7 @@ fn print_once(args: &StatusArgs) -> Result<u8, Failure> {
             print_as_json(args, &mount)?
         } else {
             let text = block::format_mount(&mount, args.detail(), Paint::stdout());
-            print_for_people(args, &text)?
+            print_text(args, &text)?
         }
         return Ok(DONE);
     }
@@ -273,12 +273,12 @@ fn print_once(args: &StatusArgs) -> Result<u8, Failure> {
     if args.json {
         print_as_json(args, &found_mounts)?
     } else {
-        print_for_people(args, &format_mounts(args, &found_mounts))?
+        print_text(args, &format_mounts(args, &found_mounts))?
     }
-    let is_one_silent = found_mounts
+    let has_unresponsive_mount = found_mounts
         .iter()
         .any(|mount| matches!(mount, FoundMount::Silent { .. }));
-    Ok(if is_one_silent { PARTLY } else { DONE })
+    Ok(if has_unresponsive_mount { PARTLY } else { DONE })
 }
 
 /// Returns a table of all mounts. With full detail, it returns each mount as if the user had asked for that mount
@@ -307,7 +307,7 @@ fn print_as_json(args: &StatusArgs, value: &impl Serialize) -> Result<(), Failur
 }
 
 /// Prints a text. With `--watch` on a terminal, the text replaces the previous one.
-fn print_for_people(args: &StatusArgs, text: &str) -> Result<(), Failure> {
+fn print_text(args: &StatusArgs, text: &str) -> Result<(), Failure> {
     if args.watch && io::stdout().is_terminal() {
         return output::print(&format!("{CLEAR}{text}"));
     }

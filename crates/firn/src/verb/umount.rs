@@ -204,7 +204,7 @@ fn summarize(mount: &Mount, waited: &WaitSummary, kept_bytes: Option<u64>) -> St
 }
 
 /// Asks the user whether the data that `data` describes may be dropped. Fails if the user declines, or if there is no
-/// terminal. If the user declines, the failure contains `kept_state`, which says what became of the data.
+/// terminal. If the user declines, the failure contains `kept_state`, which says where the data still is.
 pub(super) fn confirm_discard(data: &str, kept_state: &str) -> Result<(), Failure> {
     if !io::stdin().is_terminal() || !io::stderr().is_terminal() {
         let message = format!("--discard would drop {data}: add --yes to confirm");

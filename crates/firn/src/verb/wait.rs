@@ -1,6 +1,6 @@
 //! `firn wait`: waits until files have reached a durability level.
 //!
-//! The level of a file says what its data survives. The main levels are *drained* (the data is in the backing, as after
+//! The level of a file says how safe its data is. The main levels are *drained* (the data is in the backing, as after
 //! write(2)) and *durable* (as after fsync(2)).
 
 use std::path::{Path, PathBuf};
@@ -145,8 +145,7 @@ pub struct WaitOutput {
     pub quiet: bool,
 }
 
-/// Waits until all files at or below `path` have reached a durability level (what their data survives), and prints the
-/// result.
+/// Waits until all files at or below `path` have reached a durability level, and prints the result.
 ///
 /// Returns [`DONE`] if the level was reached. Fails with [`PARTLY`] at the timeout, or if files stay in logs because
 /// programs have them open.

@@ -2,7 +2,7 @@
 //!
 //! Terms
 //! * *Held* data is only in the *arena*, the shared memory of the mount. *Drained* data is in the backing.
-//! * A *lane* is one I/O server. Its *token* is the lock that gives it one writing host.
+//! * A *lane* is one I/O server. Its *token* is the lock that makes one host its only writer.
 //! * firnd is the daemon of a mount.
 
 use std::collections::BTreeMap;
@@ -866,6 +866,7 @@ fn format_undrained_files(files: &[FileStatus]) -> String {
     let mut text = String::new();
     for file in files {
         let open = if file.open { ", open" } else { "" };
+        // The word for users is the JSON text without its quotes.
         let state = serde_json::to_string(&file.state).unwrap_or_default();
         let _ = writeln!(
             text,
