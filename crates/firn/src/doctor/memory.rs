@@ -73,39 +73,39 @@ pub(crate) fn check_arena_memory(subject: &CheckSubject<'_>) -> Vec<Finding> {
     findings
 }
 
-/// Returns whether an arena (the file with the data of the mount) would fit in the directory `dir`, and whether `dir`
-/// is in memory. `geometry` is the layout of that arena, and says how many bytes it needs.
+/// Returns the finding on whether an arena (the file with the data of the mount) would fit in the directory `dir`, and
+/// whether `dir` is in memory. `geometry` is the layout of that arena, and says how many bytes it needs.
 fn judge_free_space(dir: &Path, options: &Options, geometry: &Geometry) -> Finding {
-    let name = quoted_path(dir);
-    let (space, file_system) = match (rustix::fs::statvfs(dir), rustix::fs::statfs(dir)) {
-        (Ok(space), Ok(file_system)) => (space, file_system),
+    let quoted_dir = quoted_path(dir);
+    let (capacity, file_system) = match (rustix::fs::statvfs(dir), rustix::fs::statfs(dir)) {
+        (Ok(capacity), Ok(file_system)) => (capacity, file_system),
         (Err(errno), _) | (_, Err(errno)) => {
-            let text = format!("{name} cannot be used for arenas: {errno}");
+            let text = format!("{quoted_dir} cannot be used for arenas: {errno}");
             return Finding::wrong(text, "mount a tmpfs at /dev/shm, or set FIRN_RUNTIME_DIR");
         }
     };
     if !MEMORY_MAGICS.contains(&(file_system.f_type as u64)) {
-        let text = format!("{name} is not a tmpfs: arenas there are on a disk, and slow");
+        let text = format!("{quoted_dir} is not a tmpfs: arenas there are on a disk, and slow");
         return Finding::note(text, "set FIRN_RUNTIME_DIR or arena-dir to a tmpfs");
     }
     let arena_size = size_text(options.arena_bytes);
     let needed_bytes = geometry.allocated_bytes();
     let needed = quantity::bytes(needed_bytes);
     // A tmpfs without a size limit reports 0 blocks.
-    if space.f_blocks == 0 {
+    if capacity.f_blocks == 0 {
         return Finding::ok(format!(
-            "arena-size={arena_size} needs {needed} in {name}, a file system without a limit"
+            "arena-size={arena_size} needs {needed} in {quoted_dir}, a file system without a limit"
         ));
     }
-    let free_bytes = space.f_bavail.saturating_mul(space.f_frsize);
+    let free_bytes = capacity.f_bavail.saturating_mul(capacity.f_frsize);
     let free = quantity::bytes(free_bytes);
     if free_bytes >= needed_bytes {
         return Finding::ok(format!(
-            "arena-size={arena_size} needs {needed} in {name} ({free} free)"
+            "arena-size={arena_size} needs {needed} in {quoted_dir} ({free} free)"
         ));
     }
     Finding::wrong(
-        format!("arena-size={arena_size} needs {needed} in {name}, which has {free} free"),
+        format!("arena-size={arena_size} needs {needed} in {quoted_dir}, which has {free} free"),
         format!(
             "{}, or enlarge it (`mount -o remount,size=SIZE /dev/shm` as root; `docker run --shm-size=SIZE`)",
             smaller_arena_advice(geometry, free_bytes)

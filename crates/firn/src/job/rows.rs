@@ -134,19 +134,24 @@ fn row_from_own_mount(own_mount: OwnMountState) -> Host {
 
 /// Returns in words why a host counts as alive, silent, dead or left. `boot_id` is that of this host's running kernel.
 ///
-/// A host holds a lease: a file that it locks, and renews with each heartbeat. The first arm that fits counts. Arms of
-/// one state of life come before those that hold for several states.
+/// A host holds a lease: a file that it locks, and renews with each heartbeat.
 fn evidence_text(lease: &HostLease, boot_id: &str) -> String {
     let age = match lease.heartbeat_age_seconds {
         Some(age_seconds) => seconds(age_seconds),
         None => "an unknown time".to_owned(),
     };
+    if lease.life == Life::Dead && is_from_earlier_boot(lease, boot_id) {
+        return format!(
+            "this host was rebooted since: its memory is lost; last heartbeat {age} ago"
+        );
+    }
+    if lease.life == Life::Left {
+        return format!("it released its lease {age} ago");
+    }
+    if lease.evidence == Evidence::Beat {
+        return "a new heartbeat was seen".to_owned();
+    }
     match (lease.life, lease.evidence) {
-        (Life::Dead, _) if is_from_earlier_boot(lease, boot_id) => {
-            format!("this host was rebooted since: its memory is lost; last heartbeat {age} ago")
-        }
-        (Life::Left, _) => format!("it released its lease {age} ago"),
-        (_, Evidence::Beat) => "a new heartbeat was seen".to_owned(),
         (Life::Dead, Evidence::Lock) => {
             format!("its lease is no longer locked; last heartbeat {age} ago")
         }
@@ -159,6 +164,7 @@ fn evidence_text(lease: &HostLease, boot_id: &str) -> String {
         (Life::Silent, _) => {
             format!("its lease is locked; last heartbeat {age} ago by the backing's clock")
         }
+        // The host is alive or dead.
         (_, Evidence::YoungestBeat) => format!(
             "its heartbeat is {age} older than the youngest (this user cannot read the backing's clock)"
         ),

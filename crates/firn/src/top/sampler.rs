@@ -44,7 +44,7 @@ const MOUNTS_INTERVAL_MIN: Duration = Duration::from_secs(1);
 const CHECKPOINTS_INTERVAL_MIN: Duration = Duration::from_secs(5);
 /// Pause after a list of checkpoints, in multiples of the time that the list took. A list examines every file of the
 /// checkpoints, so the pause bounds its cost to about 0.5 % of the time.
-const PAUSE_PER_LIST_TIME: u32 = 200;
+const PAUSE_FACTOR: u32 = 200;
 
 /// What the command line asks the screen to show.
 #[derive(Clone, Debug)]
@@ -470,7 +470,7 @@ fn run_checkpoints_thread(thread: &SamplerThread) {
             .request
             .interval
             .max(CHECKPOINTS_INTERVAL_MIN)
-            .max(list_time * PAUSE_PER_LIST_TIME);
+            .max(list_time * PAUSE_FACTOR);
         let pause_end = Instant::now() + pause;
         // A change of the selected directory ends the pause, so that the new directory is listed at once.
         while Instant::now() < pause_end && is_still_selected() {

@@ -571,6 +571,7 @@ impl Run {
             (true, host_count) => format!("everything of {host_count} hosts"),
         };
         let backing = self.backing.as_deref().map(text::path);
+        // The first case that fits counts.
         let files_end = match (held_policy, backing) {
             (HeldPolicy::Drain, Some(backing)) if unmounts.waited.files > 0 => format!(
                 "{everything} is durable in {backing}: {} were left to write, {}",

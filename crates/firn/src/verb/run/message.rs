@@ -145,7 +145,7 @@ pub(super) struct MountedHost {
     pub(super) prefix: BytePath,
     /// The backing.
     pub(super) backing: BytePath,
-    /// Whether the preload library alone serves the files, without FUSE.
+    /// Whether the mount is a stub tree (without FUSE), which only the preload library can read.
     pub(super) is_tree: bool,
     /// Path of the file with ROMIO hints, if there is one.
     pub(super) romio_hints: Option<BytePath>,
