@@ -12,7 +12,8 @@
 //! type. Its doc comment is the help for users and collectors, so it must make sense without its neighbours. Counters
 //! start at 0 when firnd attaches; those of takeovers start at the mount.
 //!
-//! The arena is the shared memory of the mount. It has *chunks* of equal size, each of which is divided into slabs.
+//! The arena is the shared memory of the mount. It has *chunks* of equal size. A *slab* is a part of a chunk that one
+//! writer fills.
 
 use std::collections::BTreeMap;
 

@@ -22,7 +22,7 @@ pub enum MountScrape {
 }
 
 impl MountScrape {
-    /// Returns a mount after its firnd did not answer.
+    /// Returns the mount as one that did not answer.
     pub fn down(mount: &Mount) -> Self {
         Self::Down(Scrape {
             host: crate::text::own_host_name(),

@@ -64,7 +64,7 @@ const HOST_NAME_BASELINE: f64 = 15.0;
 const LABEL_GAP: f64 = 8.0;
 /// Height from the line of a tick to the baseline of its label, which is then centred on the line.
 const TICK_LABEL_BASELINE: f64 = 4.0;
-/// Estimated width of a character in pixels. Longer host names are cut.
+/// Estimated width of a character in pixels. Host names are cut to the width of the labels.
 const CHARACTER_WIDTH: usize = 8;
 /// Height of the labels below the time axis in pixels.
 const TIME_LABELS_HEIGHT: f64 = 30.0;
@@ -224,8 +224,8 @@ impl TimeAxis<'_> {
     }
 
     /// Draws the name of a host and its three strips: bytes written by programs (`in`), bytes written to the backing
-    /// (`out`), and waits of programs (`wait`). The colour of a strip changes with each bin, a time interval of the
-    /// axis.
+    /// (`out`), and waits of programs (`wait`). A strip shows the value of each bin (a time interval of the axis) by
+    /// its colour.
     fn draw_host(&self, svg: &mut String, top: f64, host: &HostLine) {
         let left = self.layout.left;
         let name_chars_max = left as usize / CHARACTER_WIDTH;

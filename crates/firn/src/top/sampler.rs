@@ -225,8 +225,11 @@ impl Sampler {
             .filter(|(_, samples)| !samples.is_unreachable)
             .map(|(path, samples)| samples.to_view(path))
             .collect();
-        // The view has only the mounts that can be reached.
-        view.unreachable_mounts = answers.mounts.len() - view.mounts.len();
+        view.unreachable_mounts = answers
+            .mounts
+            .values()
+            .filter(|samples| samples.is_unreachable)
+            .count();
         view.list_error = answers.list_error.clone();
         if view.selected_name.is_none()
             && let Some(directory) = self.request.directory.as_ref()
@@ -313,6 +316,7 @@ fn job_directory(job: &JobView, view: &View) -> Option<PathBuf> {
 }
 
 /// What each thread works with: its own handle of the shared state.
+#[derive(Clone)]
 struct SamplerThread {
     /// The last answers.
     answers: Arc<Mutex<LastAnswers>>,
@@ -378,7 +382,8 @@ fn update_mount_threads(
 }
 
 /// Starts the thread that gets the status of one mount from firnd, its daemon, at intervals. The thread ends when the
-/// returned sender is dropped. Returns `None` if the thread cannot be started: the mount then stays without a status.
+/// returned sender is dropped. Returns `None` if the thread cannot be started: the mount then has no status yet, and
+/// the next list of mounts leads to a new try.
 fn start_mount_thread(context: &SamplerThread, mount: &Mount) -> Option<Sender<()>> {
     let (stop_sender, stop_receiver) = mpsc::channel();
     lock_ignoring_poison(&context.answers).mounts.insert(
@@ -391,12 +396,7 @@ fn start_mount_thread(context: &SamplerThread, mount: &Mount) -> Option<Sender<(
             answered_at: Instant::now(),
         },
     );
-    let thread_context = SamplerThread {
-        answers: Arc::clone(&context.answers),
-        selection: Arc::clone(&context.selection),
-        request: context.request.clone(),
-        updates: context.updates.clone(),
-    };
+    let thread_context = context.clone();
     let mount = mount.clone();
     std::thread::Builder::new()
         .spawn(move || run_mount_thread(&thread_context, &mount, &stop_receiver))

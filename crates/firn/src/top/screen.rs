@@ -712,27 +712,33 @@ fn lane_row(lane: &LaneReport) -> Vec<String> {
     ]
 }
 
-/// Draws the sums of a job (the hosts that share a backing), the table of its hosts, the notes on the selected host,
-/// and the checkpoints. Before the job is loaded, or if that fails, draws only a message.
+/// Draws a job (the hosts that share a backing). Before it is loaded, or if that fails, draws only a message.
 fn draw_job(frame: &mut Frame<'_>, area: Rect, view: &View, job: &JobView, theme: Theme) {
-    let answered_job = match &job.answer {
-        Some(Ok(answered_job)) => answered_job,
+    match &job.answer {
+        Some(Ok(loaded_job)) => draw_loaded_job(frame, area, view, loaded_job, &job.rates, theme),
         Some(Err(reason)) => {
             let lines =
                 Paragraph::new(format!("\n {}", printable(reason))).wrap(Wrap { trim: false });
             frame.render_widget(lines.style(theme.error()), area);
-            return;
         }
-        None => {
-            frame.render_widget(Line::raw(" searching for hosts"), area);
-            return;
-        }
-    };
+        None => frame.render_widget(Line::raw(" searching for hosts"), area),
+    }
+}
+
+/// Draws the sums of a job, its rates, the table of its hosts, the notes on the selected host, and the checkpoints.
+fn draw_loaded_job(
+    frame: &mut Frame<'_>,
+    area: Rect,
+    view: &View,
+    job: &Job,
+    rates: &Rates,
+    theme: Theme,
+) {
     let hosts = view.hosts();
     let last_row = hosts.len().saturating_sub(1);
     let notes = match hosts.get(view.upper_row.min(last_row)) {
-        Some(selected_host) => describe_host(selected_host, answered_job),
-        None => answered_job.notes.clone(),
+        Some(selected_host) => describe_host(selected_host, job),
+        None => job.notes.clone(),
     };
     let notes_height = estimate_wrapped_height(&notes, area.width);
     let [
@@ -749,8 +755,8 @@ fn draw_job(frame: &mut Frame<'_>, area: Rect, view: &View, job: &JobView, theme
         Constraint::Min(CHECKPOINTS_HEIGHT_MIN),
     ])
     .areas(area);
-    draw_job_totals(frame, totals_area, answered_job, theme);
-    draw_rates(frame, rates_area, &job.rates, theme);
+    draw_job_totals(frame, totals_area, job, theme);
+    draw_rates(frame, rates_area, rates, theme);
     draw_host_table(frame, table_area, &hosts, view, theme);
     let note_lines: Vec<Line<'_>> = notes
         .iter()

@@ -191,8 +191,8 @@ fn count_damaged_places(logs: &LogsReport) -> u64 {
     damaged_places.count() as u64
 }
 
-/// Returns the result for the logs of a backing as text. A container is the directory with the logs of one file. It
-/// exists until the logs are copied into the plain file.
+/// Returns the result for the logs of a backing as text. A container is a directory with logs of one file. It exists
+/// until the logs are copied into the plain file.
 fn format_logs_report(logs: &LogsReport, paint: Paint) -> String {
     let verdict = match count_damaged_places(logs) {
         0 => paint.healthy("sound"),

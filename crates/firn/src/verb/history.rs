@@ -253,6 +253,21 @@ fn entry_row(entry: &CheckpointEntry) -> TableRow {
     ]
 }
 
+/// Prints a warning about a directory that is not mounted. Fails if an earlier mount has left its arena (the file in
+/// memory with data that is not in the backing): the newest checkpoint may be there, so an older one from the backing
+/// would be the wrong answer.
+fn check_unmounted_directory(directory: &Directory) -> Result<(), Failure> {
+    if let Some(arena) = directory.find_left_arena() {
+        let text = missing_data_warning(directory, &arena);
+        return Err(Failure::new(FAILED, text));
+    }
+    let shown_directory = text::path(directory.path());
+    output::print_message(&format!(
+        "{shown_directory} is not mounted: it is unknown whether the files of its checkpoints were closed"
+    ));
+    Ok(())
+}
+
 /// Prints the path of the newest usable checkpoint, from which a job can resume. Fails if none is usable.
 ///
 /// In an unmounted backing it is unknown whether files were closed, so there any checkpoint with a file counts. Fails
@@ -262,16 +277,7 @@ fn run_latest(matches: &ArgMatches) -> Result<u8, Failure> {
     let directory = Directory::find(&args.dir)?;
     let shown_directory = text::path(directory.path());
     if !directory.is_mounted() {
-        // The newest checkpoint may be in that arena, so an older one from the backing would be the wrong answer.
-        if let Some(arena) = directory.find_left_arena() {
-            return Err(Failure::new(
-                FAILED,
-                missing_data_warning(&directory, &arena),
-            ));
-        }
-        output::print_message(&format!(
-            "{shown_directory} is not mounted: it is unknown whether the files of its checkpoints were closed"
-        ));
+        check_unmounted_directory(&directory)?;
     }
     let listing = directory.list_checkpoints()?;
     for (_, _, error) in &listing.failed {

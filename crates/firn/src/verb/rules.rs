@@ -188,10 +188,11 @@ pub(super) fn rules_of_mount(status: &Status) -> Result<Arc<RuleSet>, Failure> {
 }
 
 /// The result of `firn rules explain`.
-#[derive(Serialize)]
+#[derive(Default, Serialize)]
 struct ExplainResult {
     /// Name of the rule. `None` means that no rule covers the path.
     rule: Option<String>,
+    /// The line that defines the rule.
     text: Option<String>,
     /// The top of the checkpoint that the path belongs to.
     scope: Option<String>,
@@ -263,13 +264,7 @@ impl RuleLookup {
         let machine = Machine::new(Arc::clone(&self.rules));
         let location = machine.rules().locate(&self.relative_path);
         let Some((rule, scope)) = machine.explain(&location) else {
-            return ExplainResult {
-                rule: None,
-                text: None,
-                scope: None,
-                waits_for: None,
-                keep: None,
-            };
+            return ExplainResult::default();
         };
         let open_transaction = self
             .transactions

@@ -230,8 +230,8 @@ fn parse_host_timeout_ms(text: &str) -> Result<u64, String> {
 /// Mounts on all hosts, runs the command, unmounts, and writes the report. Returns the exit status of the command, or
 /// of the first failed host if the command succeeded.
 ///
-/// Of several failures, that of the command comes first, then those of the unmounts, and then that of the report. The
-/// others are printed as messages.
+/// The failure of the command takes precedence over those of the unmounts, and these over that of the report. The
+/// failures of the unmounts are also printed.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let command_words: Vec<OsString> = matches
         .get_many::<OsString>("command")
