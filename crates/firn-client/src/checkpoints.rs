@@ -186,7 +186,9 @@ pub struct CheckpointList {
 pub struct Directory {
     /// The mount that serves the directory. `None` if the directory is in a backing that is not mounted.
     mount: Option<Mount>,
+    /// Path of the directory.
     path: PathBuf,
+    /// Descriptor of the directory.
     dir: OwnedFd,
     /// The user whose checkpoints are listed.
     uid: u32,
@@ -194,6 +196,7 @@ pub struct Directory {
 
 /// A checkpoint as the file system shows it, before firnd is asked about it.
 struct ExaminedCheckpoint {
+    /// Name of the checkpoint in its directory.
     name: OsString,
     /// Attributes of the directory or file that is the checkpoint.
     stat: Stat,
@@ -554,6 +557,7 @@ impl FirndState {
 /// Sums over the files of a checkpoint.
 #[derive(Default)]
 struct FileTotals {
+    /// Size of the files in bytes.
     bytes: u64,
     /// Bytes that are not in the backing yet.
     held_bytes: u64,

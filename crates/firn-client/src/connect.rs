@@ -68,7 +68,9 @@ pub struct Progress {
 
 /// A connection to a firnd that uses the same protocol version.
 pub struct Connection {
+    /// The mount that firnd serves.
     mount: Mount,
+    /// The connected socket.
     stream: BufReader<UnixStream>,
     /// Whether the next request must first connect again: firnd has closed the connection to make room for others, or
     /// Hello is not answered yet.

@@ -133,10 +133,13 @@ pub struct ArenaFile<'a> {
 
 /// A mount and the connection to its firnd.
 pub struct OpenMount {
+    /// The mount.
     mount: Mount,
     /// The connection. `None` after it was closed or has failed.
     connection: Mutex<Option<Connection>>,
+    /// Where the bytes of files are in memory.
     region: DataRegion,
+    /// The mapped memory. Empty until the first call that maps it.
     mapping: OnceLock<Mapping>,
     /// Lock that lets one thread at a time map the region.
     map_lock: Mutex<()>,
@@ -475,7 +478,9 @@ impl OpenMount {
 
 /// The location of all bytes of a file. The bytes stay in these places until the list is dropped.
 pub struct ChunkList {
+    /// The mount of the file.
     mount: Arc<OpenMount>,
+    /// Number by which firnd knows the list.
     number: u64,
     /// Size of the file in bytes.
     pub bytes: u64,

@@ -230,11 +230,17 @@ impl Figures {
 /// What is known of a field of a status before its value: the name of its figure, and the labels of its samples.
 #[derive(Clone, Debug)]
 pub struct FieldContext {
+    /// Prefix of the figure's name: those of all parts around the field.
     prefix: String,
+    /// Name of the figure.
     name: String,
+    /// Path of the field in the JSON of the status.
     json: String,
+    /// Kind of the figure.
     kind: Kind,
+    /// Help text of the figure.
     help: &'static str,
+    /// Labels of the samples.
     labels: Labels,
 }
 

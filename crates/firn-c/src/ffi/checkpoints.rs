@@ -29,15 +29,25 @@ const NO_LEVEL: u32 = u32::MAX;
 #[derive(Debug)]
 #[repr(C)]
 pub struct CheckpointItem {
+    /// Name in the directory.
     name: *const c_char,
+    /// Training step in the name.
     step: u64,
+    /// Size of all its files together.
     bytes: u64,
+    /// Number of its files.
     files: u64,
+    /// Newest modification time in it, in seconds since 1970.
     modified_s: i64,
+    /// Nanoseconds of that time.
     modified_ns: u32,
+    /// One of the states above.
     state: u32,
+    /// Lowest durability level of its files, or `NO_LEVEL`.
     level: u32,
+    /// 1 for a directory, 0 for a file.
     directory: u32,
+    /// Always 0.
     reserved: [u64; 2],
 }
 
@@ -45,6 +55,7 @@ const _: () = assert!(size_of::<CheckpointItem>() == 72);
 
 /// `struct firn_checkpoint_list`.
 pub struct CheckpointListHandle {
+    /// The checkpoints, the last modified first.
     items: Vec<CheckpointItem>,
     /// The strings to which the `name` fields of the items point.
     names: Vec<CString>,

@@ -194,7 +194,9 @@ fn join_values(values: &[f64], format_value: impl Fn(f64) -> String) -> String {
 
 /// The time axis of a chart.
 struct TimeAxis<'a> {
+    /// Layout of the chart.
     layout: &'a Layout,
+    /// Length of the axis in seconds.
     seconds: f64,
 }
 
@@ -332,9 +334,11 @@ struct Scale {
 
 /// A panel with an axis of values above the time axis.
 struct Panel<'a> {
+    /// The time axis below it.
     axis: &'a TimeAxis<'a>,
     /// Vertical position of its upper end in pixels.
     top: f64,
+    /// Title above it.
     title: &'static str,
     /// Formats a value with its unit.
     format_value: &'a dyn Fn(f64) -> String,

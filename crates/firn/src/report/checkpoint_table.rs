@@ -63,7 +63,9 @@ pub fn merge_checkpoints(records: &[RunRecord], began_unix_us: u64) -> Vec<Merge
 struct BarSpan {
     /// CSS class of the state that the checkpoint had.
     class: &'static str,
+    /// When the state began.
     begin: f64,
+    /// When the state ended.
     end: f64,
 }
 

@@ -362,7 +362,9 @@ fn is_problem(event: &EventRecord) -> bool {
 
 /// An event, and the host that recorded it.
 struct HostEvent<'a> {
+    /// Name of the host.
     host: &'a str,
+    /// The event.
     event: &'a EventRecord,
 }
 
@@ -504,9 +506,11 @@ fn render_meter_cell(class: &str, count: u64, max: u64) -> String {
 
 /// The times of one kind of call: a row of the table of calls.
 struct CallTimes<'a> {
+    /// Name of the calls.
     name: &'static str,
     /// Says more about the calls.
     about: &'static str,
+    /// Durations of the calls.
     times: &'a HistogramStatus,
 }
 

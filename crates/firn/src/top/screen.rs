@@ -380,6 +380,7 @@ impl Column {
 
 /// A table with a head line.
 struct Table<'a> {
+    /// The columns, from left to right.
     columns: &'a [Column],
     /// The cells of each row, in the order of the columns.
     rows: Vec<Vec<String>>,
@@ -607,8 +608,11 @@ fn checkpoint_line(
 /// Widths of the three parts of a checkpoint's bar, in characters.
 #[derive(Debug, PartialEq, Eq)]
 struct BarCells {
+    /// Characters for durable bytes (synced).
     durable: usize,
+    /// Characters for drained bytes (in the backing).
     drained: usize,
+    /// Characters for held bytes (in memory only).
     held: usize,
 }
 

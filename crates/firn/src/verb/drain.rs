@@ -60,6 +60,7 @@ struct DrainArgs {
 /// The undrained data at the start of a drain, as JSON.
 #[derive(Serialize)]
 struct DrainStarted {
+    /// The mount point.
     mount_point: BytePath,
     /// Path below the mount point. An empty path means the whole mount.
     path: BytePath,

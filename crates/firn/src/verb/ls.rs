@@ -77,6 +77,7 @@ struct ListedFile {
     path: BytePath,
     /// Size of the file in bytes.
     size: u64,
+    /// Durability level and ending of the file, and its bytes in memory.
     #[serde(flatten)]
     status: FileState,
 }
@@ -161,7 +162,9 @@ fn format_file(ListedFile { path, size, status }: &ListedFile) -> String {
 
 /// A regular file on the mount.
 struct FoundFile {
+    /// Path of the file.
     path: PathBuf,
+    /// Size in bytes, as the mount shows it.
     size: u64,
     /// Time of the last modification, in seconds since 1970.
     modified_s: f64,

@@ -78,7 +78,9 @@ struct PruneResult {
 /// A checkpoint that stays, and the reason in one word.
 #[derive(Serialize)]
 struct KeptCheckpoint {
+    /// Name of the checkpoint in its directory.
     name: BytePath,
+    /// Why it stays.
     why: &'static str,
 }
 

@@ -145,11 +145,16 @@ struct PullArgs {
 /// The result of a copy, as JSON.
 #[derive(Serialize)]
 struct PullResult<'a> {
+    /// Name of the source host.
     host: &'a str,
+    /// Path on the source host.
     source: &'a BytePath,
+    /// Path of the copy.
     target: BytePath,
+    /// How much was copied.
     #[serde(flatten)]
     outcome: &'a Outcome,
+    /// Seconds that the copy took.
     elapsed_s: f64,
 }
 

@@ -128,7 +128,9 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
 /// A rule as JSON.
 #[derive(Serialize)]
 struct ListedRule<'a> {
+    /// Name of the rule.
     name: &'a str,
+    /// The line that defines the rule.
     rule: &'a str,
 }
 

@@ -183,9 +183,11 @@ const NOT_QUIET: bool = false;
 /// The result of a request, as JSON.
 #[derive(Serialize)]
 struct RequestResult<'a> {
+    /// The mount point.
     mount_point: BytePath,
     /// Path of the transaction below the mount point. An empty path means the whole mount.
     scope: &'a BytePath,
+    /// Id of the commit. `None` means that the request commits nothing.
     #[serde(skip_serializing_if = "Option::is_none")]
     id: Option<u64>,
     /// Hosts that have not applied the commit yet.

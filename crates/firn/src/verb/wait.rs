@@ -103,6 +103,7 @@ impl WaitLevel {
 /// The result of a wait, as JSON.
 #[derive(Debug, Serialize)]
 struct WaitResult<'a> {
+    /// The mount point.
     mount_point: BytePath,
     /// Path below the mount point. An empty path means the whole mount.
     path: &'a BytePath,

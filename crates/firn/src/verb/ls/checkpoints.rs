@@ -26,10 +26,13 @@ use crate::{output, text};
 pub(super) struct ListedCheckpoint {
     /// Directories and files of the checkpoint, below the mount point.
     paths: BTreeSet<BytePath>,
+    /// Name of the commit rule.
     rule: String,
     /// Number of the checkpoint. `None` means that its name has no number.
     step: Option<String>,
+    /// Number of its files.
     files: u64,
+    /// Size of its files in bytes.
     bytes: u64,
     /// Number of its files that are open for writing.
     open: u64,

@@ -67,6 +67,7 @@ enum JobEvent {
 
 /// A launch command that was started.
 struct RunningLauncher {
+    /// The process of the launch command.
     child: Child,
     /// Its standard input. `None` means that it accepts no more orders.
     orders: Option<ChildStdin>,
@@ -219,6 +220,7 @@ pub(super) struct UnmountSummary {
     pub(super) waited: WaitSummary,
     /// Bytes that remain in memory, and the arenas that hold them.
     pub(super) held_bytes: u64,
+    /// The arenas that hold these bytes.
     pub(super) arenas: Vec<PathBuf>,
     /// The mounts that were usable.
     pub(super) mounted: Vec<MountedHost>,

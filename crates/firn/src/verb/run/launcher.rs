@@ -60,6 +60,7 @@ pub(super) trait Launcher {
 
 /// A command on this host, such as `ssh`, which starts the program on some of the hosts.
 pub(super) struct LaunchCommand {
+    /// The command, which is not started yet.
     pub(super) command: Command,
     /// The hosts on which it starts the program, as indices into [`Launcher::hosts`].
     pub(super) hosts: Vec<usize>,

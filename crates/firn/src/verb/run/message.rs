@@ -229,6 +229,7 @@ pub(super) enum LauncherOutput {
 
 /// Reads the output of a launcher, in which the messages of several hosts are mixed.
 pub(super) struct MessageReader<R> {
+    /// The output of the launcher.
     output: R,
     /// For each sender, the beginning of a message whose last fragment has not arrived yet.
     partial_messages: BTreeMap<u64, String>,

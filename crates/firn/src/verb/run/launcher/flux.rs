@@ -12,6 +12,7 @@ const TASK: &str = "FLUX_TASK_RANK";
 
 /// The hosts of a Flux instance.
 pub(in crate::verb::run) struct Flux {
+    /// Names of the hosts.
     hosts: Vec<String>,
     /// Job id of the instance, or `flux` if it has none. It differs between instances on the same hosts.
     name: String,

@@ -53,7 +53,9 @@ const RESOURCE_REQUESTS: [&str; 24] = [
 
 /// The hosts of a Slurm job.
 pub(in crate::verb::run) struct Slurm {
+    /// Id of the job.
     job: String,
+    /// Names of the hosts.
     hosts: Vec<String>,
 }
 
