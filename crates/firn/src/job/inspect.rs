@@ -432,16 +432,25 @@ fn count_flattening_delays(
             continue;
         };
         for container in containers {
-            for (name, ..) in own::list(backing_dir, &container).unwrap_or_default() {
-                let name = String::from_utf8(name).unwrap_or_default();
-                // A host that may write to the container has a file in it with its name.
-                if let Some(host) = name.strip_prefix(JOINED) {
-                    *delays_by_host.entry(host.to_owned()).or_default() += 1;
-                }
-            }
+            count_joined_hosts(backing_dir, &container, &mut delays_by_host);
         }
     }
     Ok(delays_by_host)
+}
+
+/// Adds 1 for each host that may write to a container (a directory with logs of one file). Such a host has a file with
+/// its name there.
+fn count_joined_hosts(
+    backing_dir: &DirBacking,
+    container: &<DirBacking as Volume>::Inode,
+    delays_by_host: &mut BTreeMap<String, u64>,
+) {
+    for (name, ..) in own::list(backing_dir, container).unwrap_or_default() {
+        let name = String::from_utf8(name).unwrap_or_default();
+        if let Some(host) = name.strip_prefix(JOINED) {
+            *delays_by_host.entry(host.to_owned()).or_default() += 1;
+        }
+    }
 }
 
 /// Returns the subdirectories of a directory that are valid as Firn's own. Each is opened when the iterator reaches it.

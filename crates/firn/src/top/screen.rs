@@ -43,9 +43,11 @@ const UPPER_ROWS_MAX: usize = 6;
 const STATUS_COLUMNS: usize = 5;
 /// Maximum number of rows in the table of lanes.
 const LANE_ROWS_MAX: usize = 4;
-/// Widths of the first two columns in the table of checkpoints, in characters.
+/// Widths of the columns in the table of checkpoints, in characters.
 const CHECKPOINT_NAME_WIDTH: usize = 18;
 const CHECKPOINT_STATE_WIDTH: usize = 14;
+const BYTES_WIDTH: usize = 10;
+const FILES_WIDTH: usize = 5;
 /// Minimum width of a checkpoint's bar in characters.
 const BAR_WIDTH_MIN: usize = 10;
 /// Maximum width of a last column, which takes the rest of a line. Texts in it are shorter.
@@ -544,7 +546,7 @@ fn draw_checkpoints(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme
     }
     let bar_width = bar_width(area.width);
     let head = format!(
-        " {:<CHECKPOINT_NAME_WIDTH$} {:<CHECKPOINT_STATE_WIDTH$} {:>10} {:>5} {:>10}",
+        " {:<CHECKPOINT_NAME_WIDTH$} {:<CHECKPOINT_STATE_WIDTH$} {:>BYTES_WIDTH$} {:>FILES_WIDTH$} {:>BYTES_WIDTH$}",
         "CHECKPOINT", "STATE", "SIZE", "FILES", "HELD"
     );
     let mut lines = vec![Line::styled(truncate(&head, area.width), theme.head())];
@@ -578,7 +580,7 @@ fn checkpoint_line(
 ) -> Line<'static> {
     let mark = if is_marked { '>' } else { ' ' };
     let figures = format!(
-        "{mark}{:<CHECKPOINT_NAME_WIDTH$} {:<CHECKPOINT_STATE_WIDTH$} {:>10} {:>5} {:>10} ",
+        "{mark}{:<CHECKPOINT_NAME_WIDTH$} {:<CHECKPOINT_STATE_WIDTH$} {:>BYTES_WIDTH$} {:>FILES_WIDTH$} {:>BYTES_WIDTH$} ",
         truncate(&checkpoint.name.to_string(), CHECKPOINT_NAME_WIDTH as u16),
         truncate(&checkpoint.state, CHECKPOINT_STATE_WIDTH as u16),
         bytes(checkpoint.bytes),

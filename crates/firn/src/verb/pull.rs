@@ -337,6 +337,7 @@ fn print_listing(entries: &[UnitTotals], as_json: bool) -> Result<u8, Failure> {
         output::print_json(&entries)?;
         return Ok(DONE);
     }
+    // The rows have the same widths.
     let head = format!(
         "{:<7} {:>10} {:>7} {:>14} {}",
         "STATE", "BYTES", "FILES", "AGE", "NAME"

@@ -781,21 +781,26 @@ fn owner_text(transaction: &TransactionStatus) -> String {
     }
 }
 
+/// Returns how much of this host's held data (in memory only) a partner host has copied, and how much it has not.
+fn copies_text(partner: &PartnerStatus) -> String {
+    let host = partner.host.as_deref().unwrap_or_default();
+    let copied = bytes(partner.copied_bytes);
+    if partner.left_files == 0 {
+        return format!("{host} has copies of {copied}");
+    }
+    let missing = bytes(partner.left_bytes);
+    let lag = seconds(partner.lag_seconds);
+    format!("{host} has copies of {copied}, but not of {missing}, the oldest written {lag} ago")
+}
+
 /// Returns the state of the copies in the memory of the partner: the host that keeps copies of data that is in this
 /// host's memory only.
 fn partner_text(partner: &PartnerStatus, paint: Paint) -> String {
-    let copied = bytes(partner.copied_bytes);
     let mut text = if partner.present {
-        let host = partner.host.as_deref().unwrap_or_default();
-        format!("{host} has copies of {copied}")
+        copies_text(partner)
     } else {
         paint.warning("none: held data is lost if this host is lost")
     };
-    if partner.present && partner.left_files > 0 {
-        let missing = bytes(partner.left_bytes);
-        let lag = seconds(partner.lag_seconds);
-        text += &format!(", but not of {missing}, the oldest written {lag} ago");
-    }
     if !partner.note.is_empty() {
         text += &format!("; {}", paint.warning(&printable(&partner.note)));
     }
