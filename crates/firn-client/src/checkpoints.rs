@@ -144,7 +144,7 @@ pub struct Checkpoint {
     pub is_open: bool,
     /// The lowest durability level of its files. `None` if it has no files.
     pub level: Option<DurabilityLevel>,
-    /// Whether a symbolic link in the same directory points to it.
+    /// Whether a symbolic link in the same directory leads to it or into it, perhaps through other links.
     pub is_linked: bool,
 }
 
@@ -484,7 +484,7 @@ struct OpenTransaction {
 
 impl FirndState {
     /// Returns a checkpoint, made from what the file system shows of it (`examined`) and what firnd (the process that
-    /// serves the mount) reports about its files. `is_linked` means that a symbolic link in the directory points to it.
+    /// serves the mount) reports about its files. `is_linked` means that a symbolic link in the directory leads to it.
     fn assess(&self, examined: ExaminedCheckpoint, is_linked: bool) -> Checkpoint {
         let totals = self.sum_files(&examined.files);
         let reported_use = self.file_use_by_checkpoint.get(&examined.name);

@@ -6,7 +6,7 @@
 //! Invariants
 //! * The newest checkpoint stays, because its job may not have finished it. It counts as complete only if it has at
 //!   least as many files as the complete checkpoint before it.
-//! * A checkpoint stays if a program has one of its files open, or if a symbolic link beside it points to it.
+//! * A checkpoint stays if a program has one of its files open, or if a symbolic link beside it leads to it.
 //! * At least the wanted number of complete checkpoints stay.
 //! * No reader sees half a checkpoint under its name: it is renamed before anything in it is removed. The next pruning
 //!   finishes an interrupted removal.
@@ -37,7 +37,7 @@ pub enum Verdict {
     Kept,
     /// It stays, because a program has one of its files open.
     Open,
-    /// It stays, because a symbolic link in the same directory points to it.
+    /// It stays, because a symbolic link in the same directory leads to it.
     Linked,
     /// It stays, because another user made it.
     Foreign,

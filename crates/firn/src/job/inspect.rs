@@ -407,9 +407,9 @@ fn change_user_to_owner(backing: &Path) -> Result<(), Failure> {
     })
 }
 
-/// Returns for each host how many files it keeps from being flattened (copied from logs into plain files), because it
-/// may still write to their logs. If there are too many files or the time is over, a note says that some are not
-/// counted.
+/// Returns for each host how many containers it keeps from being flattened (copied from logs into the plain file),
+/// because it may still write to them. A container has logs of one file. A file can have several. If there are too many
+/// files or the time is over, a note says that some are not counted.
 fn count_flattening_delays(
     backing_dir: &DirBacking,
     notes: &mut Vec<String>,

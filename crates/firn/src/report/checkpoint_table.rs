@@ -117,8 +117,9 @@ impl MergedCheckpoint {
     }
 }
 
-/// Returns the section of the page with the table of checkpoints, as HTML: a legend, the rows and two notes. If there
-/// are more than [`ROWS_MAX`] checkpoints, the oldest are left out.
+/// Returns the section of the page with the table of checkpoints, as HTML: a legend, the rows and a note. If there
+/// are more than [`ROWS_MAX`] checkpoints, the oldest are left out, and a second note says so. Without checkpoints it
+/// is only a sentence.
 pub fn render_section(run: &Run, checkpoints: &[MergedCheckpoint], run_seconds: f64) -> String {
     let mut html = String::from("<section><h2>Checkpoints</h2>\n");
     if checkpoints.is_empty() {

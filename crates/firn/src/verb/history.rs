@@ -120,8 +120,8 @@ pub struct CheckpointEntry {
 impl CheckpointEntry {
     /// Returns the entry of a checkpoint, or `None` if its name has no step (number).
     ///
-    /// `memory_host` is the name of this host if its mount has data in memory only. The entry has it only if the
-    /// durability level of the checkpoint is below `Logged`, so that some of its data may be in that memory.
+    /// `memory_host` is the name of this host if the directory is on a mount. The entry has it only if the durability
+    /// level of the checkpoint is below `Logged`, so that some of its data may be in the memory of this host.
     fn from_checkpoint(
         directory: &Directory,
         checkpoint: &Checkpoint,

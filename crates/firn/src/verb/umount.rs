@@ -259,8 +259,8 @@ fn is_mounted(mount: &Mount) -> bool {
     firn_client::mounts().map_or(true, |mounts| mounts.contains(mount))
 }
 
-/// Removes a mount after its firnd (the daemon) was killed. Fails with [`PARTLY`] if the arena (the file in memory) has
-/// remaining data or is missing.
+/// Removes a mount after its firnd (the daemon) was killed. Fails with [`PARTLY`], because the arena (the file in
+/// memory) remains, or is not where it is expected.
 ///
 /// A stub tree, a mount without FUSE made of empty files that stand for the real ones, is not removed. That is
 /// [`PARTLY`], too.

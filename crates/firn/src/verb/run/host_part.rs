@@ -510,7 +510,7 @@ impl HostMount {
         loop {
             let mut report = UnmountReport::default();
             match self.drain_and_unmount(policy, force, &mut report, &mut |_| {}) {
-                // The mount still exists, so a program uses it. The unmount is tried again later.
+                // The mount still exists, most often because a program uses it. The unmount is tried again later.
                 Err(_) if force == Force::No && firn_client::find(&self.dirs.prefix).is_ok() => {}
                 Err(failure) => {
                     report.failure = Some(text_and_status(failure));

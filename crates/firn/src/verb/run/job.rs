@@ -218,7 +218,7 @@ pub(super) struct Job<'a> {
 pub(super) struct UnmountSummary {
     /// What was waited for during the unmounts.
     pub(super) waited: WaitSummary,
-    /// Bytes that remain in memory, and the arenas that hold them.
+    /// Bytes that remain in memory.
     pub(super) held_bytes: u64,
     /// The arenas that hold these bytes.
     pub(super) arenas: Vec<PathBuf>,
