@@ -79,6 +79,7 @@ pub(crate) fn meaning(error: c_int) -> &'static CStr {
         1..4096 => {}
         _ => return UNKNOWN,
     }
+    // Some values have several causes, and their texts name all of them.
     match Errno::from_raw_os_error(error) {
         Errno::NODEV => c"the path is not on a Firn mount: `firn status` lists the mounts",
         Errno::NOTCONN => c"the mount is dead, because firnd was killed: mount again, then call firn_open() again",

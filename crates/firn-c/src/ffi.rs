@@ -28,20 +28,26 @@ mod transaction;
 
 /// `struct firn`.
 pub struct Handle {
+    /// The mount, with a connection to its firnd.
     mount: Arc<OpenMount>,
+    /// The paths to which the fields of [`Region`] point.
     region_paths: RegionPaths,
 }
 
 /// The paths of the files with a mount's bytes in memory, as C strings: of the arena, and of the spill file if there is
 /// one (on a local device, for bytes that do not fit into the arena).
 struct RegionPaths {
+    /// Path of the arena.
     arena: CString,
+    /// Path of the spill file. `None` means that there is none.
     spill: Option<CString>,
 }
 
 /// `struct firn_chunk_list`: where each byte of a file is. A piece is a range of the file that is in one place.
 pub struct ChunkListHandle {
+    /// The list. The bytes stay in their places until it is dropped.
     list: ChunkList,
+    /// The pieces of the file, in the form for C.
     pieces: Vec<ChunkMeta>,
 }
 
@@ -49,15 +55,25 @@ pub struct ChunkListHandle {
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct Region {
+    /// Size of this struct in the program.
     size: usize,
+    /// Address of the region in this process. Null means that it is not mapped.
     address: *const c_void,
+    /// Size of the region in bytes.
     bytes: u64,
+    /// Size of a page of the region in bytes.
     page_bytes: u64,
+    /// Size of a chunk in bytes.
     chunk_bytes: u64,
+    /// Path of the arena.
     path: *const c_char,
+    /// Offset of the region in the arena.
     offset: u64,
+    /// Address of the spill file in this process. Null means that it is not mapped.
     spill_address: *const c_void,
+    /// Size of the spill file in bytes. 0 means that there is none.
     spill_bytes: u64,
+    /// Path of the spill file. Null means that there is none.
     spill_path: *const c_char,
 }
 
@@ -69,12 +85,19 @@ unsafe impl CallerSized for Region {}
 #[derive(Debug)]
 #[repr(C)]
 pub struct ChunkMeta {
+    /// Offset of the piece in the file.
     offset: u64,
+    /// Length of the piece in bytes.
     bytes: u64,
+    /// Offset of the bytes in their place.
     at: u64,
+    /// Address of the bytes in this process. Null means that they are not in mapped memory.
     address: *const c_void,
+    /// The place of the bytes: `IN_MEMORY` or one of the numbers after it.
     place: u32,
+    /// Index of the chunk, or `NO_CHUNK`.
     chunk: u32,
+    /// Always 0.
     reserved: [u64; 2],
 }
 
@@ -266,16 +289,16 @@ impl RegionPaths {
     }
 }
 
-/// Describes for C where a mount has files' bytes: in the data region of the arena, a file in shared memory, and in the
-/// spill file on a local device. Addresses are null pointers as long as these are not mapped.
+/// Returns the C description of where a mount has the bytes of files: in the data region of the arena (a file in shared
+/// memory), and in the spill file on a local device. The addresses are null until this process has mapped them.
 fn region_of(handle: &Handle) -> Region {
-    let mapping = handle.mount.mapping();
-    let mapped_spill = mapping.and_then(|mapping| mapping.spill.as_ref());
+    let mapped_files = handle.mount.mapping();
+    let mapped_spill = mapped_files.and_then(|files| files.spill.as_ref());
     let spill_path = handle.region_paths.spill.as_ref();
     let region = handle.mount.region();
     Region {
         size: size_of::<Region>(),
-        address: mapping.map_or(null(), |mapping| mapping.region.start().cast()),
+        address: mapped_files.map_or(null(), |files| files.region.start().cast()),
         bytes: region.bytes,
         page_bytes: region.page_bytes,
         chunk_bytes: region.chunk_bytes,
@@ -315,8 +338,8 @@ pub extern "C" fn firn_map_region(handle: Option<&Handle>, to: CallerPlace<'_, R
 
 // ---- chunk lists ---------------------------------------------------------------------------------
 
-/// Converts a piece (a range of a file and the place of its bytes) for C. The address is null if the bytes are not in
-/// mapped memory. Fails if the piece is outside the mapping.
+/// Converts a piece (an extent: a range of a file and the place of its bytes) for C. The address is null if the bytes
+/// are not in mapped memory. Fails if the piece is outside the mapping.
 fn meta_from_piece(mount: &OpenMount, piece: &ChunkPiece) -> Result<ChunkMeta, Error> {
     let place = match piece.place {
         Place::Memory => IN_MEMORY,

@@ -2,15 +2,16 @@
 //!
 //! A checkpoint is one of the following, directly below the directory: a directory that the user owns, or a file that
 //! the user owns with a training step in its name, as `step_100` ([`step_of`]). Symbolic links and names that begin
-//! with a dot are no checkpoints. Objects of other users, there or inside a checkpoint, are ignored.
+//! with a dot are no checkpoints. Checkpoints of other users are listed separately, and their files inside a checkpoint
+//! are ignored.
 //!
 //! Terms
 //! * *firnd*: the process that serves a mount.
-//! * *cut*: the writer of the file, or firnd, was killed before the file was closed.
+//! * *cut*: the file is incomplete, because its writer, or firnd, was killed before the file was closed.
 //! * *transaction*: changes at and below a directory that a program commits or aborts together.
-//! * *whole*: the checkpoint has files, and each of them was closed by its writer. No transaction that is still open
-//!   may have changed the checkpoint.
-//! * *level*: what a file's bytes survive, from `held` (in memory only) to `durable` (synced to storage).
+//! * *whole*: the checkpoint is complete. It has files, and each of them was closed by its writer. No transaction that
+//!   is still open may have changed the checkpoint.
+//! * *level*: the durability of a file's bytes, from `held` (in memory only) to `durable` (synced to storage).
 //!
 //! Promises
 //! * If the directory is not on a mount, there is no firnd to ask. The state is then unknown, never whole.
@@ -143,7 +144,7 @@ pub struct Checkpoint {
     pub is_open: bool,
     /// The lowest durability level of its files. `None` if it has no files.
     pub level: Option<DurabilityLevel>,
-    /// Whether a symbolic link in the same directory leads to it.
+    /// Whether a symbolic link in the same directory leads to it or into it, perhaps through other links.
     pub is_linked: bool,
 }
 
@@ -185,7 +186,9 @@ pub struct CheckpointList {
 pub struct Directory {
     /// The mount that serves the directory. `None` if the directory is in a backing that is not mounted.
     mount: Option<Mount>,
+    /// Path of the directory.
     path: PathBuf,
+    /// Descriptor of the directory.
     dir: OwnedFd,
     /// The user whose checkpoints are listed.
     uid: u32,
@@ -193,6 +196,7 @@ pub struct Directory {
 
 /// A checkpoint as the file system shows it, before firnd is asked about it.
 struct ExaminedCheckpoint {
+    /// Name of the checkpoint in its directory.
     name: OsString,
     /// Attributes of the directory or file that is the checkpoint.
     stat: Stat,
@@ -328,8 +332,8 @@ impl Directory {
                 }
             }
         }
-        // Ask firnd after the listing. By then firnd knows each name that was found, and a file opened since then
-        // makes its checkpoint not whole.
+        // Ask firnd after the listing. By then firnd knows each name that was found, and a checkpoint with a file that
+        // was opened since then counts as incomplete.
         let firnd_state = self.ask_firnd()?;
         for examined in examined_checkpoints {
             let is_linked = linked_names.contains(&examined.name);
@@ -389,16 +393,17 @@ impl Directory {
         Ok(checkpoint)
     }
 
-    /// Asks firnd, the process that serves the mount, about the files in the directory and about open transactions
-    /// (changes that a program has neither committed nor aborted yet).
+    /// Returns what firnd, the process that serves the mount, reports about the files in the directory and about open
+    /// transactions (changes that a program has neither committed nor aborted yet).
     ///
-    /// If the directory is not on a mount, makes no request. Then nothing is known about transactions.
+    /// If the directory is not on a mount, there is no firnd to ask. Then `transactions` is `None`, and no file is in
+    /// use.
     fn ask_firnd(&self) -> Result<FirndState, CheckpointError> {
         let Some(mount) = &self.mount else {
             return Ok(FirndState {
                 transactions: None,
                 levels: Levels::for_unmounted_backing(),
-                use_by_checkpoint: HashMap::new(),
+                file_use_by_checkpoint: HashMap::new(),
                 directory: self.path.clone(),
             });
         };
@@ -412,7 +417,7 @@ impl Directory {
         let levels = Levels::request(&mut connection, &place, &status)?;
         Ok(FirndState {
             transactions: Some(open_transactions(&status)),
-            use_by_checkpoint: use_by_checkpoint(&levels, &directory),
+            file_use_by_checkpoint: find_file_use(&levels, &directory),
             levels,
             directory,
         })
@@ -453,7 +458,7 @@ struct FirndState {
     /// The durability levels of the files in the directory.
     levels: Levels,
     /// How programs use or used the files of each checkpoint, including files that appeared after the listing.
-    use_by_checkpoint: HashMap<OsString, FileUse>,
+    file_use_by_checkpoint: HashMap<OsString, FileUse>,
     /// Path of the directory in the form in which paths in `levels` begin.
     directory: PathBuf,
 }
@@ -478,12 +483,12 @@ struct OpenTransaction {
 }
 
 impl FirndState {
-    /// Combines what the file system shows of a checkpoint (`examined`) with what firnd, the process that serves the
-    /// mount, reports about its files. `is_linked`: a symbolic link of the directory leads to it.
+    /// Returns a checkpoint, made from what the file system shows of it (`examined`) and what firnd (the process that
+    /// serves the mount) reports about its files. `is_linked` means that a symbolic link in the directory leads to it.
     fn assess(&self, examined: ExaminedCheckpoint, is_linked: bool) -> Checkpoint {
         let totals = self.sum_files(&examined.files);
-        let file_use = self.use_by_checkpoint.get(&examined.name);
-        let file_use = file_use.copied().unwrap_or_default();
+        let reported_use = self.file_use_by_checkpoint.get(&examined.name);
+        let file_use = reported_use.copied().unwrap_or_default();
         let wholeness = self.state(&examined, file_use);
         Checkpoint {
             object: ObjectId::from_stat(&examined.stat),
@@ -552,6 +557,7 @@ impl FirndState {
 /// Sums over the files of a checkpoint.
 #[derive(Default)]
 struct FileTotals {
+    /// Size of the files in bytes.
     bytes: u64,
     /// Bytes that are not in the backing yet.
     held_bytes: u64,
@@ -584,20 +590,20 @@ impl OpenTransaction {
 }
 
 /// Returns the use of the files that firnd lists, by checkpoint: the name in `directory` that a file is at or below.
-fn use_by_checkpoint(levels: &Levels, directory: &Path) -> HashMap<OsString, FileUse> {
-    let mut use_by_checkpoint = HashMap::<OsString, FileUse>::new();
+fn find_file_use(levels: &Levels, directory: &Path) -> HashMap<OsString, FileUse> {
+    let mut file_use_by_checkpoint = HashMap::<OsString, FileUse>::new();
     for file in levels.all_known() {
         let path = file.path.as_path();
         let relative_path = path.strip_prefix(directory).unwrap_or(path);
         let Some(checkpoint_name) = first_name(relative_path) else {
             continue;
         };
-        let file_use = use_by_checkpoint.entry(checkpoint_name).or_default();
+        let file_use = file_use_by_checkpoint.entry(checkpoint_name).or_default();
         file_use.is_open |= file.open;
         file_use.is_written |= file.ending == Ending::Open;
         file_use.is_cut |= file.ending == Ending::Cut;
     }
-    use_by_checkpoint
+    file_use_by_checkpoint
 }
 
 /// Returns the open transactions that firnd reports in its status.

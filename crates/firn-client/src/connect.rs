@@ -68,9 +68,12 @@ pub struct Progress {
 
 /// A connection to a firnd that uses the same protocol version.
 pub struct Connection {
+    /// The mount that firnd serves.
     mount: Mount,
+    /// The connected socket.
     stream: BufReader<UnixStream>,
-    /// firnd has closed the connection to make room for others. The next request reconnects.
+    /// Whether the next request must first connect again: firnd has closed the connection to make room for others, or
+    /// Hello is not answered yet.
     must_reopen: bool,
     /// firnd may use another version of the protocol.
     accepts_any_version: bool,
@@ -96,8 +99,8 @@ impl Connection {
         Self::from_stream(mount, connect(mount)?, accepts_any_version)
     }
 
-    /// Returns a connection to firnd, the process that serves `mount`, over a connected stream. By then firnd has
-    /// answered the first request, Hello. Fails if it uses another version of the protocol, unless
+    /// Returns a connection to firnd, the process that serves `mount`, over a connected stream. Sends the first
+    /// request, Hello, and waits for the answer. Fails if firnd uses another version of the protocol, unless
     /// `accepts_any_version`.
     fn from_stream(
         mount: &Mount,
@@ -110,7 +113,7 @@ impl Connection {
             // Until Hello is answered, the connection cannot be used for requests.
             must_reopen: true,
             accepts_any_version,
-            // Empty: this is the first Hello, so any firnd process is accepted.
+            // Empty before the first Hello, which accepts any firnd process. Later ones accept only the same process.
             incarnation: String::new(),
             version: String::new(),
             pid: 0,
@@ -133,7 +136,8 @@ impl Connection {
     /// Sends Hello, the first request of each connection, and checks the answer.
     ///
     /// Fails if firnd, the process that serves the mount, uses another version of the protocol or has closed the
-    /// connection. Also fails if another process than at the first Hello answers: the *incarnation* identifies it.
+    /// connection. Also fails, as if the connection had ended, if another process answers than at the first Hello. The
+    /// *incarnation* is the id of a firnd process.
     fn exchange_hello(&mut self) -> Result<(), ClientError> {
         self.must_reopen = true;
         let Some(reply) = self.send_once(&Request::Hello, SHORT_REQUEST, &mut |_| {})? else {
@@ -329,16 +333,16 @@ impl Connection {
             process = self.firnd_process();
             reply = self.send_once(&request, NO_TIMEOUT, progress);
         }
-        let answer = match reply {
+        let files_in_logs = match reply {
             Ok(Some(Reply::Unmounted { written_files })) => Ok(written_files),
             Ok(Some(unexpected)) => Err(unexpected_reply(&unexpected)),
             Ok(None) => Err(self.closed_error()),
             Err(error) => Err(error),
         };
-        Ok((process, answer))
+        Ok((process, files_in_logs))
     }
 
-    /// Makes a request that may take for ever ([`Request::Wait`]).
+    /// Makes a request without a time limit ([`Request::Wait`]).
     pub fn wait(
         &mut self,
         request: &Request,
@@ -413,7 +417,7 @@ impl Connection {
     /// before it is passed to `progress`. `timeout` limits each read and write of the socket, not the whole request.
     ///
     /// Returns `None` if firnd had closed the connection before. It then did not carry out the request, so the caller
-    /// may reconnect and send it again. A refusal is an error.
+    /// may reconnect and send it again (`must_reopen` is set). A refusal is an error.
     fn send_once(
         &mut self,
         request: &Request,
@@ -427,8 +431,8 @@ impl Connection {
             Err(error) if is_closed_by_peer(&error) => Some(error),
             Err(error) => return Err(self.io_error(error)),
         };
-        // The firnd of another user may be any program. It could send progress messages for ever, so the whole answer
-        // gets a deadline, too.
+        // The firnd of another user may be any program. It could send progress messages without end, so the whole
+        // answer gets a deadline, too.
         let is_bounded = timeout.is_some() && self.mount.is_of_another_user();
         let deadline = is_bounded.then(|| Instant::now() + Duration::from_secs(ANSWER_S));
         loop {
@@ -629,8 +633,8 @@ enum ReadError {
 /// Connects to firnd, the process that serves `mount`, over its socket in the runtime directory of the user that
 /// mounted. Nothing is sent yet.
 ///
-/// Fails if the directory or the process at the other end does not belong to that user. Fails if that user is not this
-/// one, unless this one is root.
+/// Fails if the mount is of another user than that of this process, unless this process runs as root. Also fails if the
+/// directory or the process at the other end does not belong to the user of the mount.
 fn connect(mount: &Mount) -> Result<UnixStream, ClientError> {
     if mount.is_of_another_user() && !rustix::process::geteuid().is_root() {
         return Err(not_yours_error(mount));
@@ -708,7 +712,7 @@ fn no_socket_error(mount: &Mount) -> ClientError {
             backing: mount.backing.clone(),
             mount_point,
         },
-        Liveness::Living => ClientError::NoSocket {
+        Liveness::Alive => ClientError::NoSocket {
             mount_point,
             runtime_dir: mount.runtime_dir.clone(),
         },

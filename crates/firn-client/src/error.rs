@@ -11,6 +11,15 @@ use firn_trust::PeerError;
 
 use crate::paths::PathsError;
 
+/// Exit code: the request failed.
+const EXIT_FAILED: u8 = 1;
+/// Exit code: the path is not on a mount.
+const EXIT_NO_MOUNT: u8 = 10;
+/// Exit code: the mount or its files are in use.
+const EXIT_IN_USE: u8 = 11;
+/// Exit code: all connections to firnd are in use.
+const EXIT_NO_CONNECTION: u8 = 12;
+
 /// A failed call of this crate.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
@@ -183,9 +192,11 @@ impl ClientError {
     /// Returns the exit code for this error (docs/OPERATIONS.md).
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::NoMount { .. } => 10,
-            Self::Refused { errno, .. } if *errno == rustix::io::Errno::BUSY.raw_os_error() => 11,
-            Self::Busy { .. } => 12,
+            Self::NoMount { .. } => EXIT_NO_MOUNT,
+            Self::Refused { errno, .. } if *errno == rustix::io::Errno::BUSY.raw_os_error() => {
+                EXIT_IN_USE
+            }
+            Self::Busy { .. } => EXIT_NO_CONNECTION,
             Self::Refused { .. }
             | Self::Dead { .. }
             | Self::NoSocket { .. }
@@ -196,7 +207,7 @@ impl ClientError {
             | Self::NotYours { .. }
             | Self::Protocol { .. }
             | Self::Nonsense { .. }
-            | Self::Io { .. } => 1,
+            | Self::Io { .. } => EXIT_FAILED,
         }
     }
 }

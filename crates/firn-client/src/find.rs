@@ -155,8 +155,11 @@ impl User {
 
 /// The kernel's mount table, read for one user.
 struct MountTable<'a> {
+    /// All mounts of this process's mount namespace.
     entries: Vec<Entry>,
+    /// The runtime directories, which have the sockets and arenas of mounts.
     runtime_dirs: &'a RuntimeDirs,
+    /// The user for which mounts are looked up.
     user: User,
 }
 

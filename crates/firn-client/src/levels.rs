@@ -1,5 +1,5 @@
-//! Finds the durability level of each file at or below a path: what the bytes of the file survive. All commands that
-//! show levels use this module.
+//! Finds the durability level of each file at or below a path: whether its bytes are in memory only, in the backing, or
+//! synced there. All commands that show levels use this module.
 //!
 //! Terms
 //! * *firnd*: the process that serves a mount.
@@ -7,7 +7,7 @@
 //! * *arena*: the shared memory with the bytes that are not in the backing yet.
 //! * *drained*: all bytes of the file are in the backing. *Logged*: some of them are in logs there, not in the file.
 //! * *idle*: firnd does not list the file. It lists files that are open, have bytes in the arena, or were synced. It
-//!   also lists *cut* files: the writer was killed before it closed the file.
+//!   also lists *cut* files: their writer was killed before it closed them.
 //!
 //! Each idle file is drained or logged. An attribute of the file says which. If the attribute cannot be read, the file
 //! counts as drained.
@@ -31,7 +31,7 @@ const LEVEL_BYTES_MAX: usize = 16;
 /// Extended attribute of a file in the backing. The file has it as long as some of its bytes are in logs.
 const LOGGED_ATTRIBUTE: &str = "user.firn.logged";
 
-/// Levels of the files at and below one place on a mount.
+/// Finds the levels of the files at and below one place on a mount, or in a backing that is not mounted.
 pub struct Levels {
     /// The files that firnd lists, by their path below the mount point.
     known: HashMap<PathBuf, FileStatus>,
@@ -53,9 +53,8 @@ enum IdleFiles {
 }
 
 impl Levels {
-    /// Prepares to look up the level of any file at or below `place`: what the file's bytes survive. Asks firnd, the
-    /// process that serves the mount, for the files about which it knows more than the served directory shows. The
-    /// other files are *idle*; this function also decides how their levels are found.
+    /// Returns what is needed to look up the durability level of any file at or below `place`: the files that firnd
+    /// (the process that serves the mount) lists, and how the levels of all other files, the *idle* ones, are found.
     ///
     /// `connection` and `status` are of the mount of `place`. The caller must list the files before it reads `status`.
     /// Otherwise `status` may miss logs (bytes outside their file) of a listed file.

@@ -17,7 +17,7 @@ use crate::paths::open_runtime_dir;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Liveness {
     /// firnd serves the mount.
-    Living,
+    Alive,
     /// firnd has ended, and its mount is still in the mount tree.
     Dead,
     /// firnd does not answer within the time limit.
@@ -35,7 +35,7 @@ impl Mount {
     pub fn liveness(&self, timeout: Duration) -> Liveness {
         if self.is_tree {
             return if is_arena_locked(self) {
-                Liveness::Living
+                Liveness::Alive
             } else {
                 Liveness::Dead
             };
@@ -53,7 +53,7 @@ pub fn check_mount_point(path: &Path) -> Liveness {
     // AT_STATX_FORCE_SYNC is necessary: without it the kernel may answer from cached attributes.
     let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::STATX_FORCE_SYNC;
     match statx(CWD, path, flags, StatxFlags::TYPE) {
-        Ok(_) => Liveness::Living,
+        Ok(_) => Liveness::Alive,
         // ECONNABORTED: the connection was aborted by fusectl or by umount -f (fuse_dev.c).
         Err(Errno::NOTCONN | Errno::CONNABORTED) => Liveness::Dead,
         Err(errno) => Liveness::Unknown(errno),
@@ -84,7 +84,7 @@ mod tests {
     #[test]
     fn a_directory_that_answers_is_not_a_dead_mount() {
         let dir = tempfile::tempdir().unwrap();
-        assert_eq!(check_mount_point(dir.path()), Liveness::Living);
+        assert_eq!(check_mount_point(dir.path()), Liveness::Alive);
         assert_eq!(
             check_mount_point(&dir.path().join("none")),
             Liveness::Unknown(Errno::NOENT)

@@ -133,10 +133,13 @@ pub struct ArenaFile<'a> {
 
 /// A mount and the connection to its firnd.
 pub struct OpenMount {
+    /// The mount.
     mount: Mount,
     /// The connection. `None` after it was closed or has failed.
     connection: Mutex<Option<Connection>>,
+    /// Where the bytes of files are in memory.
     region: DataRegion,
+    /// The mapped memory. Empty until the first call that maps it.
     mapping: OnceLock<Mapping>,
     /// Lock that lets one thread at a time map the region.
     map_lock: Mutex<()>,
@@ -281,10 +284,10 @@ impl OpenMount {
         self.request(|connection| connection.wait(&request, &mut |_| {}))
     }
 
-    /// Returns the lowest durability level of the files at or below `path`: what the bytes of all of them survive.
+    /// Returns the lowest durability level of the files at or below `path`. Fails if there is no file.
     ///
-    /// The files are all those of the caller. Of other users, they are only those about which firnd, the process that
-    /// serves the mount, reports. Fails if there are none.
+    /// All files of the caller count. A file of another user counts only if firnd, the process that serves the mount,
+    /// lists it.
     pub fn level(&self, path: &Path) -> Result<DurabilityLevel, MountError> {
         let place = find::MountLocation {
             mount: self.mount.clone(),
@@ -403,11 +406,14 @@ impl OpenMount {
         len: usize,
     ) -> Result<(), MountError> {
         let outside = MountError::Range("the piece is not in this mount");
-        let offset = piece.at.saturating_add(skipped_bytes);
+        let offset_in_place = piece.at.saturating_add(skipped_bytes);
         match piece.place {
             Place::Memory => {
                 let mapping = self.mapping().ok_or(MountError::NotMapped)?;
-                let source = mapping.region.address(offset, len as u64).ok_or(outside)?;
+                let source = mapping
+                    .region
+                    .address(offset_in_place, len as u64)
+                    .ok_or(outside)?;
                 // SAFETY: `source` is mapped for `len` bytes and `target` writable for as many; the mapping is of
                 // shared memory that no allocator gives out, so they do not overlap.
                 unsafe { std::ptr::copy_nonoverlapping(source, target, len) };
@@ -417,14 +423,14 @@ impl OpenMount {
                 let mapping = self.mapping().ok_or(MountError::NotMapped)?;
                 let spill = mapping.spill.as_ref().ok_or(outside)?;
                 // SAFETY: `target` is writable for `len` bytes, as promised to this function.
-                unsafe { spill.read(offset, target, len) }
+                unsafe { spill.read(offset_in_place, target, len) }
             }
             Place::MemoryFile => {
                 // For such a piece, `chunk` is the number of the memory file.
                 let number = piece.chunk.and_then(|number| u16::try_from(number).ok());
                 let file = MemoryFile::open(&self.region, number.ok_or(outside)?)?;
                 // SAFETY: `target` is writable for `len` bytes, as promised to this function.
-                unsafe { file.read(offset, target, len) }
+                unsafe { file.read(offset_in_place, target, len) }
             }
             Place::Backing => Err(MountError::InBacking),
             Place::Hole => {
@@ -472,7 +478,9 @@ impl OpenMount {
 
 /// The location of all bytes of a file. The bytes stay in these places until the list is dropped.
 pub struct ChunkList {
+    /// The mount of the file.
     mount: Arc<OpenMount>,
+    /// Number by which firnd knows the list.
     number: u64,
     /// Size of the file in bytes.
     pub bytes: u64,

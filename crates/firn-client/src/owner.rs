@@ -1,5 +1,5 @@
-//! Describes processes that own a transaction (firnd aborts it when its owner ends), and computes the file modes that
-//! mkdir(2) would use.
+//! Reads facts about processes from /proc: the start time, which identifies the owner of a transaction (firnd aborts
+//! the transaction when its owner ends), and the umask, which mkdir(2) applies to modes.
 
 use std::io;
 

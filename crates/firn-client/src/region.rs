@@ -47,7 +47,9 @@ pub struct Mapping {
 pub struct Spill {
     /// A mapping of the whole file.
     pub view: View,
+    /// The open spill file.
     file: OwnedFd,
+    /// Path of the spill file.
     path: BytePath,
 }
 
@@ -148,7 +150,9 @@ unsafe fn read_range(
 /// A memory file of the arena. Its name exists as long as a chunk list refers to it, so the file is opened for each
 /// read.
 pub(crate) struct MemoryFile {
+    /// The open memory file.
     file: OwnedFd,
+    /// Path of the memory file.
     path: BytePath,
 }
 
@@ -193,7 +197,9 @@ impl MemoryFile {
 
 /// An open file and its first bytes.
 struct FileWithHead {
+    /// The open file.
     file: OwnedFd,
+    /// Its first bytes.
     head: Vec<u8>,
 }
 
@@ -225,7 +231,9 @@ fn check_uuid(uuid: &[u8; 16], region: &DataRegion) -> Result<(), String> {
 
 /// A part of a file, mapped for reading.
 pub struct View {
+    /// Address of the first mapped byte.
     base: NonNull<u8>,
+    /// Number of mapped bytes.
     len: usize,
 }
 

@@ -8,7 +8,7 @@ use std::ffi::OsStr;
 
 use crate::table::TABLE;
 
-/// Begin of the name of every variable.
+/// Prefix of the name of every variable.
 const PREFIX: &str = "FIRN_";
 
 /// A documented variable that sets no option.

@@ -74,18 +74,19 @@ impl MinusO {
     }
 }
 
-/// Parses one word of the list after `-o` as an option: `key=value`, the `key` of a switch, `ro` or `rw`. Looks the key
-/// up in the table of all options, which has one row for each. Only the name is checked; the value is checked later.
+/// Parses one word of the list after `-o` as an option: `key=value`, the `key` of a switch, `ro` or `rw`. Fails if the
+/// table of all options has no row for the key, or if an option that is no switch lacks a value. The value itself is
+/// checked later.
 fn parse_option(word: &[u8]) -> Result<UncheckedOption, ConfigError> {
-    let (key, value) = match word.iter().position(|byte| *byte == b'=') {
+    let (key_bytes, value) = match word.iter().position(|byte| *byte == b'=') {
         Some(equals) => (
             &word[..equals],
             Some(OsStr::from_bytes(&word[equals + 1..])),
         ),
         None => (word, None),
     };
-    // Quoting changes only unusual characters, which no option's name has.
-    let key = quoted(key);
+    // This makes a string of any bytes. It changes only unusual characters, which no option's name has.
+    let key = quoted(key_bytes);
     let (name, value) = match (key.as_str(), value) {
         ("ro", None) => ("read-only", Some(OsStr::new("yes"))),
         ("rw", None) => ("read-only", Some(OsStr::new("no"))),

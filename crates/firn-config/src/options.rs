@@ -380,7 +380,7 @@ pub enum Partner {
     Host(String),
 }
 
-/// Where a lane's token is stored. The token is the lock that gives the lane one writing host at a time.
+/// Where a lane's token is stored. The token is the lock that makes one host at a time the writer of the lane.
 #[derive(
     Clone,
     Copy,

@@ -65,8 +65,14 @@ pub fn configuration_page() -> String {
     }
     for row in &TABLE {
         let allowed = row.kind.allowed();
-        let value = without_noun_of_range(&allowed).replace("` or `", "`, `");
-        write!(page, "\n## {}\n\n*{value}*\n\n{}\n", row.name, row.long).expect("a String");
+        // The last two values of a list are separated by a comma, like the others.
+        let allowed_values = without_noun_of_range(&allowed).replace("` or `", "`, `");
+        write!(
+            page,
+            "\n## {}\n\n*{allowed_values}*\n\n{}\n",
+            row.name, row.long
+        )
+        .expect("a String");
     }
     page.push_str(IMPLIED_HEAD);
     for implied in &IMPLIED {

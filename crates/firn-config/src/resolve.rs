@@ -64,7 +64,7 @@ pub struct Sources {
     pub flags: Vec<UncheckedOption>,
     /// Options from `-o`.
     pub minus_o: MinusO,
-    /// The environment and the files.
+    /// The environment and the configuration files of this process.
     pub surroundings: ProcessSources,
 }
 
@@ -78,8 +78,11 @@ pub struct Resolved {
 }
 
 impl Sources {
-    /// Merges all sources: the files, the environment, `-o` and the flags. A later one replaces values of earlier ones.
-    /// Each value is checked, even if a stronger source replaces it.
+    /// Returns the options that all sources together set. The sources are, from the weakest to the strongest: the
+    /// system's file, the user's file, the environment, `-o` and the flags. A stronger source replaces values of weaker
+    /// ones, but each value is checked.
+    ///
+    /// Fails if a source has an invalid value, or if options contradict each other.
     pub fn resolve(&self) -> Result<Resolved, ConfigError> {
         self.check_flags_against_minus_o()?;
         let mut resolved = Resolved::from_options(Options::default());
@@ -102,10 +105,11 @@ impl Sources {
         }
         resolved.set_options(&self.minus_o.options, &Origin::MinusO)?;
         resolved.set_options(&self.flags, &Origin::Flag)?;
+        // Of two opposite flags of the kernel, such as `exec` and `noexec`, the later one stays.
         resolved.options.kernel_flags = remove_undone_flags(&self.minus_o.kernel_flags);
         resolved.add_implied()?;
         resolved.check_contradictions()?;
-        // Replaces each value `auto` by the value that it stands for.
+        // Replaces each value `auto` by the value that it stands for, which depends on other options.
         resolved.options.settle();
         Ok(resolved)
     }

@@ -1,8 +1,9 @@
-//! Figures: the numbers, booleans and states in a status. Each has a name, a kind, a unit and a help text.
+//! Figures: the numbers, booleans and states in a status. Each has a name, a kind, a unit and a help text, and becomes
+//! a metric for Prometheus.
 //!
-//! A *status* is what firnd, the process that serves a mount, reports of the mount. `part!` declares a part of a
-//! status, with one line for each field. The struct, its JSON, the metrics, the figures of `firn status` and
-//! docs/METRICS.md all come from that line, so none of them can lack a figure.
+//! A *status* is what firnd, the process that serves a mount, reports of the mount. It is a tree of *parts* (sections),
+//! each of which `part!` declares with one line for each field. The struct, its JSON, the metrics, the figures of
+//! `firn status` and docs/METRICS.md all come from that line, so none of them can lack a figure.
 //!
 //! Names: a figure has the prefix of its part and the name of its field in JSON, which ends with the unit. A metric has
 //! `firn_` before that, and `_total` after it if it is a counter.
@@ -199,8 +200,8 @@ impl Figures {
         self.0.values()
     }
 
-    /// Declares the figure of a field of the status, and adds a sample if there is a value. A field of a part in a list
-    /// adds one sample for each part, with other labels.
+    /// Declares the figure (metric) of a field of the status, and adds a sample if there is a value. For a list of
+    /// parts it is called once for each part: the figure then has a sample for each of them, with different labels.
     fn add_sample(&mut self, context: &FieldContext, value: Option<Value>) {
         let figure = self
             .0
@@ -229,11 +230,17 @@ impl Figures {
 /// What is known of a field of a status before its value: the name of its figure, and the labels of its samples.
 #[derive(Clone, Debug)]
 pub struct FieldContext {
+    /// Prefix of the figure's name: those of all parts around the field.
     prefix: String,
+    /// Name of the figure.
     name: String,
+    /// Path of the field in the JSON of the status.
     json: String,
+    /// Kind of the figure.
     kind: Kind,
+    /// Help text of the figure.
     help: &'static str,
+    /// Labels of the samples.
     labels: Labels,
 }
 
@@ -281,14 +288,15 @@ impl FieldContext {
 
 /// Type of a field that has figures.
 pub trait StatusField: Sized {
-    /// Declares the figures of a field, and adds their samples if there is a value.
+    /// Declares the figures (metrics) of a field, and adds their samples. Without a value it only declares them, so
+    /// that they are listed even if no status has a value.
     fn add_figures(value: Option<&Self>, context: &FieldContext, figures: &mut Figures);
 }
 
 /// A part of a status that `part!` declares.
 pub trait StatusPart: StatusField {
-    /// Key of the label that numbers the parts of a list, or `None` if the parts differ in their other labels.
-    const NUMBERED: Option<&'static str>;
+    /// Key of the label with the index of a part in its list. `None` means that other labels distinguish the parts.
+    const INDEX_LABEL: Option<&'static str>;
 }
 
 /// Type of a number or a boolean.
@@ -364,8 +372,8 @@ impl StatusField for Vec<String> {
 
 /// The value is the number of parts. The figures of each part follow.
 impl<P: StatusPart> StatusField for Vec<P> {
-    /// Declares the figures of a list of parts, and adds their samples: the length of the list, and the figures of each
-    /// part. Samples of different parts have different labels.
+    /// Declares the figures of a list of parts: its length, and the figures of a part. Adds their samples: one for the
+    /// length, and one for each part, with different labels.
     fn add_figures(value: Option<&Self>, context: &FieldContext, figures: &mut Figures) {
         figures.add_sample(
             context,
@@ -373,11 +381,11 @@ impl<P: StatusPart> StatusField for Vec<P> {
         );
         let mut each_part = context.clone();
         each_part.json += "[]";
-        // This declares the figures even if the list is empty.
+        // The call without a value declares the figures even if the list is empty.
         P::add_figures(None, &each_part, figures);
-        for (number, part) in value.into_iter().flatten().enumerate() {
-            let part_context = match P::NUMBERED {
-                Some(key) => each_part.with_label(key, number),
+        for (index, part) in value.into_iter().flatten().enumerate() {
+            let part_context = match P::INDEX_LABEL {
+                Some(key) => each_part.with_label(key, index),
                 None => each_part.clone(),
             };
             P::add_figures(Some(part), &part_context, figures);
@@ -410,7 +418,7 @@ macro_rules! part {
         }
 
         impl $crate::figures::StatusPart for $name {
-            const NUMBERED: Option<&'static str> = [$(Some($number),)? None][0];
+            const INDEX_LABEL: Option<&'static str> = [$(Some($number),)? None][0];
         }
 
         impl $crate::figures::StatusField for $name {

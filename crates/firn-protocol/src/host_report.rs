@@ -1,9 +1,9 @@
 //! Short reports of a mount, which each host writes for the other hosts that use the same *backing*, the directory that
-//! the mounts serve. A host writes one with each *heartbeat*: the renewal of the file that shows that the host lives.
+//! the mounts serve. A host writes one with each *heartbeat*: the renewal of the file that shows that it is alive.
 //!
 //! A *lane* is one I/O server of the backing. Its *token* is a lock that lets one host at a time write there. A
 //! *partner* is a host that keeps copies of bytes that are not in the backing yet. A report is a digest of the
-//! [`Status`] and must fit into few bytes. So a list in it has only some entries, those in trouble first, and the
+//! [`Status`] and must fit into few bytes. So a list in it has only some entries, those with problems first, and the
 //! number of entries left out.
 
 use serde::{Deserialize, Serialize};
@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use crate::path::BytePath;
 use crate::status::{LaneState, LaneStatus, PartnerStatus, Status, TokenState, WaitingProgram};
 
-/// Largest number of lanes in a report, those in trouble first.
+/// Largest number of lanes in a report, those with problems first.
 const LANES_MAX: usize = 8;
 /// Number of lanes that remain when the list of lanes is shortened.
 const LANES_MIN: usize = 2;
@@ -237,8 +237,8 @@ struct LanesInReport {
     other_lanes: u64,
 }
 
-/// Chooses the lanes (I/O servers) to list: those in trouble first, and then those with the most bytes that are not in
-/// the backing yet. A single lane without token or error is not listed: it has the figures of the mount itself.
+/// Chooses the lanes (I/O servers) to list: those with problems first, and then those with the most bytes that are not
+/// in the backing yet. A single lane without token or error is not listed: it has the figures of the mount itself.
 fn choose_lanes(status: &Status) -> LanesInReport {
     if let [lane] = &status.lanes[..]
         && lane.token.is_none()

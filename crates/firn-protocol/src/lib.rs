@@ -1,8 +1,8 @@
 //! Messages on the control socket of a mount: one line of JSON for each. *firnd* is the process that serves the mount.
 //!
 //! To *drain* a file is to write its bytes to the *backing*, the directory that the mount serves. With `layout=log`
-//! they come into logs there, and to *flatten* a file is to copy its logs into the plain file. The *level* of a file
-//! says which failures its bytes survive.
+//! they come into logs there, and to *flatten* a file is to copy its logs into the plain file. The durability *level*
+//! of a file says which failures its bytes survive.
 //!
 //! * The client sends one [`Request`] per line. firnd answers with any number of [`Reply::Progress`] lines, and then
 //!   with exactly one final line, which is any other variant.

@@ -112,7 +112,7 @@ impl Bucket {
 }
 
 impl From<[u64; FIELDS]> for Bucket {
-    /// Makes a bucket of its values, in the order of its fields.
+    /// Makes a bucket from the values of its fields, in the order in which the struct declares them.
     fn from(fields: [u64; FIELDS]) -> Self {
         let [
             ingest_bytes,
@@ -321,7 +321,7 @@ impl RunRecord {
     /// written the record, so each bound is checked.
     fn find_fault(&self) -> Option<&'static str> {
         let is_time = |seconds: f64| (0.0..=SECONDS_MAX).contains(&seconds);
-        // A hundred buckets last at most as long as a record, so a bucket lasts at most a year.
+        // The maximum is a hundred years for a hundred buckets, so a bucket lasts at most a year.
         let has_bucket_length = self.bucket_ms > 0 && is_time(self.bucket_seconds() * 100.0);
         let faults = [
             (self.buckets.len() > BUCKETS_MAX, "it has too many moments"),

@@ -8,8 +8,12 @@
 //! A field that can be empty (an `Option`, a `Vec`, a map, a part within a part) needs a value in [`Status::example`]
 //! too, because the tests of outputs see only values that are there.
 //!
-//! Counters start at 0 when firnd attaches; those of takeovers start at the mount. The doc comment of a figure is its
-//! help for users and collectors, so it must make sense without its neighbours.
+//! A line is a kind (`text`, `label`, `gauge` and others, explained at `part!` in [`crate::figures`]), a name and a
+//! type. Its doc comment is the help for users and collectors, so it must make sense without its neighbours. Counters
+//! start at 0 when firnd attaches; those of takeovers start at the mount.
+//!
+//! The arena is the shared memory of the mount. It has *chunks* of equal size. A *slab* is a part of a chunk that one
+//! writer fills.
 
 use std::collections::BTreeMap;
 

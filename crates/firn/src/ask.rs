@@ -1,8 +1,7 @@
-//! Makes requests that may hang, several at the same time: requests to firnd, the daemon of a mount, or to a file
-//! server.
+//! Makes calls that may hang, several at the same time: calls to firnd, the daemon of a mount, or to a file server.
 //!
 //! Promises
-//! * Answers have the order of the questions.
+//! * [`parallel_map`] returns the results in the order of the items.
 //! * [`ask_child`] returns at its timeout, even if a file server does not answer. A call to a dead server may hang in
 //!   the kernel so that even SIGKILL does not end it. A child process makes such a call, and is abandoned at the
 //!   timeout. This process makes no such call, so its own threads can always end.
@@ -16,50 +15,50 @@ use std::time::{Duration, Instant};
 use firn_process::{ExcessOutput, Limits, RunError};
 use serde::de::DeserializeOwned;
 
-/// Maximum number of questions that are asked at the same time. Most of them wait for something other than a CPU, and
-/// any of them may go to a firnd that is stopped, or to another program of its user.
-const CONCURRENT_QUESTIONS_MAX: usize = 16;
+/// Maximum number of threads of [`parallel_map`]. It may exceed the number of CPUs: most calls wait for a file server
+/// or for another process, and a stopped process makes its call wait until the timeout.
+const THREADS_MAX: usize = 16;
 /// Maximum size of a child's output in bytes: a line for each of some thousand hosts.
 const OUTPUT_BYTES_MAX: usize = 32 << 20;
 /// Extra time after the deadline, in which the killed child is reported as killed.
 const KILL_REPORT_TIME: Duration = Duration::from_millis(50);
 
-/// Asks all `questions`, at most [`CONCURRENT_QUESTIONS_MAX`] at a time. Returns the answers in the order of the
-/// questions. Panics if `ask` panics.
-pub fn ask_each<Q: Sync, A: Send>(questions: &[Q], ask: impl Fn(&Q) -> A + Sync) -> Vec<A> {
+/// Calls `function` with each item, in at most [`THREADS_MAX`] threads at a time. Returns the results in the order of
+/// the items. Panics if `function` panics.
+pub fn parallel_map<T: Sync, R: Send>(items: &[T], function: impl Fn(&T) -> R + Sync) -> Vec<R> {
     let next_index = AtomicUsize::new(0);
-    // Each thread takes the next question until none is left.
-    let answer_questions = || {
-        let mut answers = Vec::new();
+    // Each thread takes the next item until none is left.
+    let process_items = || {
+        let mut results = Vec::new();
         loop {
             let index = next_index.fetch_add(1, Ordering::Relaxed);
-            let Some(question) = questions.get(index) else {
-                return answers;
+            let Some(item) = items.get(index) else {
+                return results;
             };
-            answers.push((index, ask(question)));
+            results.push((index, function(item)));
         }
     };
-    let thread_count = CONCURRENT_QUESTIONS_MAX.min(questions.len());
-    let mut indexed_answers: Vec<(usize, A)> = Vec::with_capacity(questions.len());
+    let thread_count = THREADS_MAX.min(items.len());
+    let mut indexed_results: Vec<(usize, R)> = Vec::with_capacity(items.len());
     std::thread::scope(|scope| {
         let threads: Vec<_> = (0..thread_count)
-            .map(|_| scope.spawn(answer_questions))
+            .map(|_| scope.spawn(process_items))
             .collect();
         for thread in threads {
             match thread.join() {
-                Ok(answers) => indexed_answers.extend(answers),
+                Ok(results) => indexed_results.extend(results),
                 Err(panic) => std::panic::resume_unwind(panic),
             }
         }
     });
-    indexed_answers.sort_by_key(|(index, _)| *index);
-    indexed_answers
+    indexed_results.sort_by_key(|(index, _)| *index);
+    indexed_results
         .into_iter()
-        .map(|(_, answer)| answer)
+        .map(|(_, result)| result)
         .collect()
 }
 
-/// Why a child gave no answer.
+/// Why a child gave no output that could be parsed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ChildFailure {
     /// The child exceeded its timeout and was killed.
@@ -75,10 +74,10 @@ pub enum ChildFailure {
     NotRun(String),
 }
 
-/// Runs this program with `arguments` in a child process, and returns its answer.
+/// Runs this program with `arguments` in a child process, and returns the JSON at the end of its output. Messages may
+/// precede the JSON.
 ///
-/// The answer is the JSON at the end of the child's output; messages may precede it. An error says whether the child
-/// exceeded `timeout`, refused, or could not be run.
+/// Fails if the child exceeds `timeout`, ends with a message instead of the JSON, or cannot be run.
 pub fn ask_child<T: DeserializeOwned>(
     arguments: Vec<OsString>,
     timeout: Duration,
@@ -104,6 +103,7 @@ pub fn ask_child<T: DeserializeOwned>(
     // At `timeout` the thread kills the child. In the extra time it reports that, unless the child hangs.
     match result_receiver.recv_timeout(timeout + KILL_REPORT_TIME) {
         Ok(Ok(ended_child)) => parse_child_output(&ended_child),
+        // `Late` means that the thread killed the child. `Err` means that the thread itself has not reported in time.
         Ok(Err(RunError::Late)) | Err(_) => Err(ChildFailure::TimedOut),
         Ok(Err(error)) => Err(ChildFailure::NotRun(error.to_string())),
     }
@@ -160,7 +160,7 @@ mod tests {
     fn answers_come_in_the_order_of_the_questions_and_each_is_asked_once() {
         let asked = Mutex::new(Vec::new());
         let questions: Vec<usize> = (0..100).collect();
-        let answers = ask_each(&questions, |question| {
+        let answers = parallel_map(&questions, |question| {
             asked.lock().unwrap().push(*question);
             question * 2
         });
@@ -168,6 +168,6 @@ mod tests {
         let mut asked = asked.into_inner().unwrap();
         asked.sort_unstable();
         assert_eq!(asked, questions);
-        assert_eq!(ask_each(&[], |_: &u8| 1), [0; 0]);
+        assert_eq!(parallel_map(&[], |_: &u8| 1), [0; 0]);
     }
 }

@@ -70,7 +70,7 @@ pub static CHECKS: [Check; 21] = [
     Check::new(CheckGroup::Host, "fusermount3", fuse::check_helper),
     Check::new(CheckGroup::Host, "allow-other", fuse::check_allow_other),
     Check::new(CheckGroup::Host, "kernel", kernel::check_kernel),
-    Check::new(CheckGroup::Host, "memory", memory::check_room),
+    Check::new(CheckGroup::Host, "memory", memory::check_arena_memory),
     Check::new(CheckGroup::Host, "locked-memory", memory::check_locked),
     Check::new(CheckGroup::Host, "logout", host::check_logout),
     Check::new(CheckGroup::Host, "limits", host::check_limits),

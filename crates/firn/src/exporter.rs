@@ -53,7 +53,9 @@ pub struct Scraper {
 
 /// Metrics of all mounts as text.
 struct CollectedMetrics {
+    /// When the metrics were collected.
     collected_at: Instant,
+    /// The metrics in the Prometheus text format.
     text: Arc<str>,
 }
 

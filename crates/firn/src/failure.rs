@@ -14,8 +14,8 @@ pub const FAILED: u8 = 1;
 pub const USAGE: u8 = 2;
 /// Exit status: partly done; nothing is lost, and the remaining part can still be done.
 pub const PARTLY: u8 = 3;
-/// Exit status: not a firn arena or mount.
-pub const NOT_FIRN: u8 = 10;
+/// Exit status: there is no mount or arena of firn, or it is not trusted.
+pub const NO_MOUNT: u8 = 10;
 /// Exit status: try again; all connections to firnd are in use.
 pub const TRY_AGAIN: u8 = 12;
 /// Exit status: stopped by Ctrl-C.
@@ -145,7 +145,7 @@ mod tests {
                 path: "/x".into(),
                 arena: None
             }),
-            NOT_FIRN
+            NO_MOUNT
         );
         assert_eq!(
             code(ClientError::Refused {

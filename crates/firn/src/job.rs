@@ -2,7 +2,7 @@
 //! have the backing mounted.
 //!
 //! Terms
-//! * A *lease* is a file in the backing that shows that a host lives. The host renews it every two seconds. Each
+//! * A *lease* is a file in the backing that shows that a host is alive. The host renews it every two seconds. Each
 //!   renewal is a *heartbeat*.
 //! * A *report* is the status that a host writes beside its lease.
 //! * *firnd* is the daemon of a mount. It *drains* data: it writes data that is only in memory to the backing.
@@ -35,7 +35,7 @@ pub struct Job {
     pub backing: BytePath,
     /// Sums over the hosts that have the backing mounted, and over what dead hosts left.
     pub total: JobTotals,
-    /// Hosts, with the one in the worst trouble first.
+    /// Hosts. Those with the worst problems come first.
     pub hosts: Vec<Host>,
     /// Sentences about sources that did not answer, and about other things that the user should know.
     pub notes: Vec<String>,
@@ -123,7 +123,8 @@ pub struct Host {
     pub options: BTreeMap<String, String>,
     /// Options in which this host differs from most hosts.
     pub differences: Vec<String>,
-    /// Files in logs that cannot be flattened before this host has closed them.
+    /// Number of files in logs that this host keeps from being flattened (copied into plain files), because it may
+    /// still write to them.
     pub keeps_from_flattening: u64,
     /// What programs and lanes (I/O servers) of the host wait for.
     pub waits: Vec<String>,
@@ -224,7 +225,9 @@ pub fn life_word(life: Life) -> &'static str {
 }
 
 impl JobTotals {
-    /// Sums up the hosts. Bytes that are held (in memory only) on a host without a running firnd count as stranded.
+    /// Sums up the hosts. First come the figures of all hosts, then those of hosts with a running firnd (the daemon).
+    ///
+    /// Bytes that are held (in memory only) on a host without a running firnd count as stranded: nothing drains them.
     /// Rates count only hosts that are alive: they renew their leases, the files that show that they live.
     fn sum_of(hosts: &[Host]) -> Self {
         let mut total = Self::default();
@@ -242,7 +245,7 @@ impl JobTotals {
             total.durable_files += report.durable_files;
             total.durable_bytes += report.durable_bytes;
             total.ingest_bytes += report.ingest_bytes;
-            // No running firnd will drain the bytes of this host, and its other figures are no longer current.
+            // The figures below count only hosts with a running firnd: those of other hosts are no longer current.
             if !host.is_running() {
                 total.stranded_bytes += report.held_bytes;
                 continue;

@@ -1,5 +1,5 @@
-//! The figures of mounts in the Prometheus text format (exposition format 0.0.4), for `firn status --prometheus` and
-//! `firn exporter`. The figures of a mount come from its daemon, firnd.
+//! The metrics of mounts in the Prometheus text format (exposition format 0.0.4), for `firn status --prometheus` and
+//! `firn exporter`. They come from firnd, the daemon of a mount. A metric with its samples is a [`Figure`].
 
 use std::collections::HashMap;
 use std::fmt;
@@ -13,7 +13,7 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::exemplar::Exemplar;
 use prometheus_client::registry::Registry;
 
-/// A mount that was asked for its figures.
+/// A mount that was asked for its metrics.
 pub enum MountScrape {
     /// Its firnd answered with this status.
     Up(Box<Status>),
@@ -22,7 +22,7 @@ pub enum MountScrape {
 }
 
 impl MountScrape {
-    /// Returns the entry of a mount whose firnd did not answer.
+    /// Returns the mount as one that did not answer.
     pub fn down(mount: &Mount) -> Self {
         Self::Down(Scrape {
             host: crate::text::own_host_name(),
@@ -32,7 +32,7 @@ impl MountScrape {
         })
     }
 
-    /// Returns the entry that names the mount and says whether it answered.
+    /// Returns the labels that name the mount, and whether it answered.
     fn scrape(&self) -> Scrape {
         match self {
             Self::Up(status) => Scrape {
@@ -54,7 +54,7 @@ impl MountScrape {
     }
 }
 
-/// The figures in the form that the registry of the encoder accepts.
+/// The metrics in the form that the registry of the encoder accepts.
 #[derive(Debug)]
 struct FigureCollector(Figures);
 
@@ -75,13 +75,13 @@ impl Collector for FigureCollector {
         self.0
             .iter()
             .filter(|figure| !figure.samples.is_empty())
-            .try_for_each(|figure| encode_figure(figure, &mut encoder))
+            .try_for_each(|figure| encode_metric(figure, &mut encoder))
     }
 }
 
-/// Writes one figure in the Prometheus text format: its name and help, and then all of its samples. Whole numbers are
-/// written without a decimal point.
-fn encode_figure(figure: &Figure, encoder: &mut DescriptorEncoder) -> fmt::Result {
+/// Writes one metric (`figure`) in the Prometheus text format: its name and help, and then all of its samples. Whole
+/// numbers are written without a decimal point.
+fn encode_metric(figure: &Figure, encoder: &mut DescriptorEncoder) -> fmt::Result {
     let kind = match figure.kind {
         Kind::Counter => MetricType::Counter,
         Kind::Gauge => MetricType::Gauge,

@@ -101,7 +101,7 @@ impl ProgressMeter {
         if self.total_bytes == 0 || self.is_quiet {
             return;
         }
-        let phase = text::name(phase);
+        let phase = text::escaped(phase);
         let files = text::count(remaining_files, "file");
         if self.is_on_terminal {
             self.draw_bar(phase, format!("{files} left"));

@@ -1,17 +1,17 @@
 //! Pruning: which checkpoints of a directory may be removed, and how they are removed.
 //!
-//! A checkpoint is a directory or a file with a step in its name, such as `step_100`. It is *whole* if it has files,
+//! A checkpoint is a directory or a file with a step in its name, such as `step_100`. It is complete if it has files,
 //! all of them were closed, and no open transaction may have changed it. Only directories are removed.
 //!
 //! Invariants
-//! * The newest checkpoint stays, because its job may not have finished it. It counts as whole only if it has at least
-//!   as many files as the whole checkpoint before it.
+//! * The newest checkpoint stays, because its job may not have finished it. It counts as complete only if it has at
+//!   least as many files as the complete checkpoint before it.
 //! * A checkpoint stays if a program has one of its files open, or if a symbolic link beside it leads to it.
-//! * At least the wanted number of whole checkpoints stay.
+//! * At least the wanted number of complete checkpoints stay.
 //! * No reader sees half a checkpoint under its name: it is renamed before anything in it is removed. The next pruning
 //!   finishes an interrupted removal.
-//! * The directory that is removed is the directory that was judged: its device and inode number are compared.
-//! * A checkpoint that cannot be judged or removed stays, and does not prevent the removal of other checkpoints.
+//! * The directory that is removed is the directory that was examined: its device and inode number are compared.
+//! * A checkpoint that cannot be examined or removed stays, and does not prevent the removal of other checkpoints.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -26,18 +26,18 @@ use crate::failure::Failure;
 /// A checkpoint under removal is named `.NAME` and this suffix.
 const REMOVED_SUFFIX: &[u8] = b".pruned";
 
-/// The verdict on a checkpoint.
+/// Whether a checkpoint is removed, or why it stays.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// It is removed.
     Remove,
     /// It stays, because it is the newest: its job may still write to it.
     Newest,
-    /// It stays, because it is one of the whole checkpoints to keep.
+    /// It stays, because it is one of the complete checkpoints to keep.
     Kept,
     /// It stays, because a program has one of its files open.
     Open,
-    /// It stays, because a symbolic link beside it leads to it.
+    /// It stays, because a symbolic link in the same directory leads to it.
     Linked,
     /// It stays, because another user made it.
     Foreign,
@@ -47,12 +47,12 @@ pub enum Verdict {
 
 /// A checkpoint, and the verdict on it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct JudgedCheckpoint {
+pub struct CheckpointDecision {
     /// Name of the checkpoint in its directory.
     pub name: OsString,
     /// Whether the checkpoint is removed or why it stays.
     pub verdict: Verdict,
-    /// Identity of the directory that was judged.
+    /// Device and inode number of the directory that was examined.
     object: ObjectId,
 }
 
@@ -66,23 +66,23 @@ pub enum Removal {
 }
 
 /// The verdicts on all checkpoints of a directory.
-pub struct JudgedDirectory {
+pub struct DirectoryDecision {
     /// The user's checkpoints, the newest first, and then those that do not count (of other users, or unexamined).
-    pub checkpoints: Vec<JudgedCheckpoint>,
+    pub checkpoints: Vec<CheckpointDecision>,
     /// Why some checkpoints could not be examined.
     pub failures: Vec<Failure>,
 }
 
 /// Decides for each checkpoint of a directory whether it is removed or why it stays. Removes nothing.
 ///
-/// `keep` is the number of whole (completely written) checkpoints that must stay. Failures to examine a checkpoint are
-/// in the result. Fails if the directory itself cannot be examined.
-pub fn judge_directory(directory: &Directory, keep: usize) -> Result<JudgedDirectory, Failure> {
+/// `keep` is the number of complete checkpoints that must stay. A checkpoint that cannot be examined stays, and the
+/// result has the failure. Fails if the directory itself cannot be examined.
+pub fn decide_removals(directory: &Directory, keep: usize) -> Result<DirectoryDecision, Failure> {
     let listing = directory.list_checkpoints()?;
     let mut failures = Vec::new();
-    let mut not_judged = Vec::new();
+    let mut skipped = Vec::new();
     for (name, object) in listing.foreign {
-        not_judged.push(JudgedCheckpoint {
+        skipped.push(CheckpointDecision {
             name,
             verdict: Verdict::Foreign,
             object,
@@ -90,43 +90,44 @@ pub fn judge_directory(directory: &Directory, keep: usize) -> Result<JudgedDirec
     }
     for (name, object, failure) in listing.failed {
         failures.push(failure.into());
-        not_judged.push(JudgedCheckpoint {
+        skipped.push(CheckpointDecision {
             name,
             verdict: Verdict::Unknown,
             object,
         });
     }
-    not_judged.sort_by(|a, b| a.name.cmp(&b.name));
+    skipped.sort_by(|a, b| a.name.cmp(&b.name));
     // A file with a step in its name is a checkpoint too, but only directories are removed.
     let mut removable = listing.checkpoints;
     removable.retain(|checkpoint| checkpoint.is_dir);
-    let mut checkpoints = judge_checkpoints(&removable, keep);
-    checkpoints.extend(not_judged);
-    Ok(JudgedDirectory {
+    let mut checkpoints = decide_for_checkpoints(&removable, keep);
+    checkpoints.extend(skipped);
+    Ok(DirectoryDecision {
         checkpoints,
         failures,
     })
 }
 
-/// Removes a checkpoint for which [`judge_directory`] has returned [`Verdict::Remove`].
+/// Removes a checkpoint for which [`decide_removals`] has returned [`Verdict::Remove`].
 ///
 /// First renames the checkpoint, so that programs can no longer open it. Then checks its identity and its open files
-/// again. If a check fails, the checkpoint gets its name back. If the process is killed, [`finish_removals`] removes
-/// the renamed checkpoint later.
+/// again. If it is another directory or open now, it gets its name back. If a check itself fails or the process is
+/// killed, the checkpoint stays renamed, and [`finish_removals`] removes it later.
 pub fn remove_checkpoint(
     directory: &Directory,
-    checkpoint: &JudgedCheckpoint,
+    checkpoint: &CheckpointDecision,
 ) -> Result<Removal, Failure> {
     let name = &checkpoint.name;
     let removal_name = removal_name(name);
     rename_checkpoint(directory, name, &removal_name)?;
-    let is_judged_object = directory
+    let is_same_directory = directory
         .stat_name(&removal_name)?
         .is_some_and(|stat| ObjectId::from_stat(&stat) == checkpoint.object);
-    if !is_judged_object {
+    if !is_same_directory {
         // Another directory was moved to the name after the verdict.
         rename_checkpoint(directory, &removal_name, name)?;
-        return Err(failed(&directory.path().join(name))(Errno::STALE).into());
+        let path = directory.path().join(name);
+        return Err(failed(&path)(Errno::STALE).into());
     }
     if directory.is_open(&removal_name)? {
         // A program opened a file of the checkpoint after the verdict.
@@ -175,18 +176,18 @@ fn remove_renamed(directory: &Directory, name: &OsStr, object: ObjectId) -> Resu
 }
 
 /// Decides for each checkpoint whether it is removed or why it stays. The checkpoints are directories of this user,
-/// with the newest first. `keep` is the number of whole (completely written) checkpoints that must stay.
-fn judge_checkpoints(checkpoints: &[Checkpoint], keep: usize) -> Vec<JudgedCheckpoint> {
-    let is_whole = |checkpoint: &Checkpoint| checkpoint.wholeness == CheckpointState::Whole;
-    // Between two files of its newest checkpoint, a job may have no file open, and the checkpoint then looks whole. It
-    // counts as whole only if it has at least as many files as the whole checkpoint before it.
+/// with the newest first. `keep` is the number of complete checkpoints that must stay.
+fn decide_for_checkpoints(checkpoints: &[Checkpoint], keep: usize) -> Vec<CheckpointDecision> {
+    let is_complete = |checkpoint: &Checkpoint| checkpoint.wholeness == CheckpointState::Whole;
+    // Between two files of its newest checkpoint, a job may have no file open, and the checkpoint then looks complete.
+    // It counts as complete only if it has at least as many files as the complete checkpoint before it.
     let expected_files = checkpoints
         .iter()
         .skip(1)
-        .find(|checkpoint| is_whole(checkpoint))
+        .find(|checkpoint| is_complete(checkpoint))
         .map(|checkpoint| checkpoint.files);
-    let mut whole_count = 0;
-    let mut judged = Vec::with_capacity(checkpoints.len());
+    let mut complete_count = 0;
+    let mut decisions = Vec::with_capacity(checkpoints.len());
     for (index, checkpoint) in checkpoints.iter().enumerate() {
         let is_newest = index == 0;
         let verdict = if is_newest {
@@ -195,23 +196,23 @@ fn judge_checkpoints(checkpoints: &[Checkpoint], keep: usize) -> Vec<JudgedCheck
             Verdict::Open
         } else if checkpoint.is_linked {
             Verdict::Linked
-        } else if whole_count >= keep {
+        } else if complete_count >= keep {
             Verdict::Remove
         } else {
             Verdict::Kept
         };
         let has_expected_files =
             !is_newest || expected_files.is_none_or(|files| checkpoint.files >= files);
-        if is_whole(checkpoint) && has_expected_files {
-            whole_count += 1;
+        if is_complete(checkpoint) && has_expected_files {
+            complete_count += 1;
         }
-        judged.push(JudgedCheckpoint {
+        decisions.push(CheckpointDecision {
             name: checkpoint.name.clone(),
             verdict,
             object: checkpoint.object,
         });
     }
-    judged
+    decisions
 }
 
 /// Returns the name that a checkpoint has while it is removed.
@@ -269,8 +270,8 @@ mod tests {
     }
 
     fn verdicts(found: &[Checkpoint], keep: usize) -> Vec<(String, Verdict)> {
-        let judged = judge_checkpoints(found, keep).into_iter();
-        judged
+        let decisions = decide_for_checkpoints(found, keep).into_iter();
+        decisions
             .map(|one| (one.name.into_string().expect("UTF-8"), one.verdict))
             .collect()
     }

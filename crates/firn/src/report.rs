@@ -30,14 +30,14 @@ use firn_protocol::record::{Bucket, RECORD_BYTES_MAX, RunRecord};
 use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 
-use crate::failure::{FAILED, Failure, NOT_FIRN, USAGE};
+use crate::failure::{FAILED, Failure, NO_MOUNT, USAGE};
 use crate::{output_file, text};
 
 /// Maximum number of directories in which checkpoints are looked for.
 const DIRECTORIES_MAX: usize = 32;
-/// Maximum size in bytes of the records that are kept complete, which suffices for some hundred hosts. Further records
+/// Maximum size in bytes of the records that are kept in full, which suffices for some hundred hosts. Further records
 /// are reduced to what sums and the timeline need.
-const COMPLETE_BYTES_MAX: usize = 64 << 20;
+const FULL_RECORD_BYTES_MAX: usize = 64 << 20;
 /// The bits of a file's mode that give access to its group and to other users.
 const ACCESS_OF_OTHERS: u32 = 0o077;
 /// Estimated memory in bytes of the elements of a record, without their texts.
@@ -50,20 +50,20 @@ const REDUCED_BUCKETS_MAX: usize = 64;
 
 /// A checkpoint as it is when the report is made.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct CheckpointNow {
+pub struct CurrentCheckpoint {
     /// Path of the checkpoint below the mount point.
     pub path: BytePath,
     /// Size of its files in bytes.
     pub bytes: u64,
     /// Number of its files.
     pub files: u64,
-    /// One word for why the checkpoint cannot be used. `None` means that no reason is known.
+    /// Why the checkpoint cannot be used, as one word. `None` means that no reason is known.
     pub fault: Option<String>,
     /// The lowest durability level of its files. `None` means that it has no file.
     pub level: Option<DurabilityLevel>,
 }
 
-impl CheckpointNow {
+impl CurrentCheckpoint {
     /// Returns the state of a checkpoint. A checkpoint whose wholeness is unknown has no fault.
     fn from_checkpoint(path: BytePath, checkpoint: &Checkpoint) -> Self {
         let fault = match checkpoint.wholeness {
@@ -86,12 +86,12 @@ pub struct Run {
     /// Records of the hosts, in the order of their names. There is at least one.
     pub records: Vec<RunRecord>,
     /// The checkpoints as they are now, by path below the mount point.
-    pub checkpoints: HashMap<BytePath, CheckpointNow>,
+    pub checkpoints: HashMap<BytePath, CurrentCheckpoint>,
     /// Sentences about data that could not be read.
     pub failures: Vec<String>,
-    /// Bytes of the complete records.
-    complete_bytes: usize,
-    /// Number of reduced records.
+    /// Estimated size in bytes of the records that are not reduced.
+    full_record_bytes: usize,
+    /// Number of records that were reduced (stored without checkpoints and events) to save memory.
     reduced_count: u64,
 }
 
@@ -124,9 +124,10 @@ impl Run {
     }
 
     /// Replaces the record of this host's mount (its sums, timeline and events) by the final record, which the mount
-    /// wrote when it ended. `backing` is canonical. The run has no record of another host yet.
+    /// wrote when it ended. If there is none of that mount, the earlier record stays, and a failure says that the end
+    /// is missing.
     ///
-    /// If there is no final record of that mount, the earlier one stays, and a note says that the end is missing.
+    /// Must be called before records of other hosts are added. `backing` is canonical.
     pub fn replace_own_record(&mut self, backing: &Path) {
         let is_of_same_mount = |final_record: &RunRecord| {
             self.records
@@ -135,6 +136,7 @@ impl Run {
         };
         let reason = match load_own_record(backing) {
             Ok(Some(final_record)) if is_of_same_mount(&final_record) => {
+                // The only record until now is the earlier one of this mount.
                 self.records = vec![final_record];
                 return;
             }
@@ -155,8 +157,9 @@ impl Run {
         Ok(run)
     }
 
-    /// Returns the records of the last run of a backing (the directory of a mount) that is not mounted now. A mount
-    /// leaves a record of what it did. `backing` is canonical. Fails if there is no record that can be read.
+    /// Returns the run of the last mounts of a backing (the directory of a mount) that is not mounted now. The run
+    /// consists of the records that these mounts left on the hosts. Fails if there is no record that can be read.
+    /// `backing` is canonical.
     fn from_last_records(backing: &Path) -> Result<Self, Failure> {
         let own_file = RuntimeFiles::for_backing(backing, None)?.record;
         let mut run = Self::default();
@@ -171,7 +174,7 @@ impl Run {
         if !run.records.is_empty() {
             return Ok(run);
         }
-        let text = match run.failures.into_iter().next() {
+        let message = match run.failures.into_iter().next() {
             Some(first_failure) => first_failure,
             None => format!(
                 "{} is not mounted, and no mount of it on this host has left a record: name a mount point, or mount \
@@ -179,7 +182,7 @@ impl Run {
                 text::path(backing)
             ),
         };
-        Err(Failure::new(NOT_FIRN, text))
+        Err(Failure::new(NO_MOUNT, message))
     }
 
     /// Returns a run with this host's record as the first one.
@@ -201,7 +204,7 @@ impl Run {
         let result = firn_daemon::read_records(backing, &mut |name, record| match record {
             Ok(record) => self.add_record(record),
             Err(error) => {
-                let name = text::name(name);
+                let name = text::escaped(name);
                 let text = format!("the record .firn/records/{name} cannot be read: {error}");
                 self.failures.push(text);
             }
@@ -220,12 +223,13 @@ impl Run {
         if std::mem::take(&mut self.reduced_count) > 0 {
             self.failures.push(format!(
                 "the records of all hosts together are longer than {}: checkpoints and events of some hosts are left out",
-                text::bytes(COMPLETE_BYTES_MAX as u64)
+                text::bytes(FULL_RECORD_BYTES_MAX as u64)
             ));
         }
     }
 
-    /// Adds a record (what one mount did), unless it belongs to another run or is known already.
+    /// Adds a record (what one mount did), unless it belongs to another run or is known already. If the full records
+    /// take too much memory, it is added without its checkpoints and events.
     pub fn add_record(&mut self, record: RunRecord) {
         let is_known = self
             .records
@@ -242,9 +246,9 @@ impl Run {
             return;
         }
         let record_bytes = estimate_memory_bytes(&record);
-        // Records beyond the bound are reduced, so that any number of hosts takes bounded memory.
-        if self.complete_bytes + record_bytes <= COMPLETE_BYTES_MAX {
-            self.complete_bytes += record_bytes;
+        // Reduced records are small, so a job with many hosts does not fill the memory.
+        if self.full_record_bytes + record_bytes <= FULL_RECORD_BYTES_MAX {
+            self.full_record_bytes += record_bytes;
             self.records.push(record);
         } else {
             self.reduced_count += 1;
@@ -252,8 +256,10 @@ impl Run {
         }
     }
 
-    /// Reads the present state of the checkpoints that the records name. `root` is the mount point or the backing. A
-    /// directory that cannot be read becomes a failure, which the page shows.
+    /// Reads the current state of the checkpoints that the records name. `root` is the mount point or the backing.
+    ///
+    /// Directories beyond the first [`DIRECTORIES_MAX`] are left out. A directory that cannot be read becomes a
+    /// failure, which the page shows.
     pub fn read_checkpoints(&mut self, root: &Path) {
         for parent in self.checkpoint_directories().iter().take(DIRECTORIES_MAX) {
             let listing =
@@ -267,7 +273,7 @@ impl Run {
                 };
             for checkpoint in &listing.checkpoints {
                 let path: BytePath = parent.join(&checkpoint.name).as_path().into();
-                let state = CheckpointNow::from_checkpoint(path.clone(), checkpoint);
+                let state = CurrentCheckpoint::from_checkpoint(path.clone(), checkpoint);
                 self.checkpoints.insert(path, state);
             }
         }
@@ -455,7 +461,7 @@ mod tests {
         run.finish_records();
         let held: usize = run.records.iter().map(estimate_memory_bytes).sum();
         let cut_bytes = 300 * REDUCED_BUCKETS_MAX * size_of::<Bucket>();
-        assert!(held <= COMPLETE_BYTES_MAX + cut_bytes, "{held}");
+        assert!(held <= FULL_RECORD_BYTES_MAX + cut_bytes, "{held}");
         assert_eq!(run.records.len(), 300);
         for record in &run.records {
             let total = record.total();

@@ -45,9 +45,9 @@ pub fn own_host_name() -> String {
         .into_owned()
 }
 
-/// Returns a name with all characters escaped that could break a line, steer a terminal, or make two names look alike.
-pub fn name(path: &str) -> String {
-    quoted(path.as_bytes())
+/// Returns a text with all characters escaped that could break a line, steer a terminal, or make two names look alike.
+pub fn escaped(text: &str) -> String {
+    quoted(text.as_bytes())
 }
 
 /// Returns a path with all characters escaped that could break a line, steer a terminal, or make two paths look alike.
@@ -61,6 +61,6 @@ mod tests {
 
     #[test]
     fn a_name_cannot_break_its_line() {
-        assert_eq!(name("a\nb\x1b[31m"), r"a\nb\x1b[31m");
+        assert_eq!(escaped("a\nb\x1b[31m"), r"a\nb\x1b[31m");
     }
 }

@@ -4,14 +4,14 @@
 //! ```text
 //!   firnd of each mount ──► thread of the mount ─┐
 //!   mounts of this host ──► thread of the list ──┼─► Answers ─► View ──► Screen ──► terminal, or text
-//!   firn history DIR ─────► a child, seldom ─────┤                ▲
-//!   hosts of the backing ─► a child ─────────────┘         keys, size
+//!   firn history DIR ─────► a child process ─────┤                ▲
+//!   hosts of the backing ─► a child process ─────┘         keys, size
 //! ```
 //!
 //! Parts
 //! * [`sampler`] asks each source in a separate thread or child process, so that a slow answer never delays the
 //!   screen. It stores the last answer of each source.
-//! * [`View`] is the state that the screen shows: a copy of the answers, and the user's choices. Its functions use
+//! * [`View`] is the state that the screen shows: a copy of the answers, and the user's selection. Its functions use
 //!   neither I/O nor a clock.
 //! * [`screen`] draws a view on a terminal or into a buffer.
 //! * [`terminal`] reads keys, and restores the terminal in every case.
@@ -28,7 +28,8 @@ use firn_protocol::{HostReport, Status};
 use crate::job::{Host, Job, Trouble};
 use crate::verb::history::CheckpointEntry;
 
-/// User id for a report that is made of a status only to derive texts in which no user appears.
+/// User id for a [`HostReport`] that is made from a status. The texts that are derived from the report do not contain
+/// it.
 const UNUSED_USER_ID: u32 = 0;
 /// Maximum number of samples for a sparkline: as many as a wide terminal has columns.
 const HISTORY_MAX: usize = 240;
@@ -110,7 +111,7 @@ impl MountView {
 pub enum Checkpoints {
     /// No answer has arrived yet.
     #[default]
-    Asked,
+    Loading,
     /// The checkpoints, with the newest first.
     Listed(Vec<CheckpointEntry>),
     /// Why the checkpoints are unknown.
@@ -126,7 +127,7 @@ pub struct JobView {
     pub rates: Rates,
 }
 
-/// The table in which keys move the choice.
+/// The table in which keys move the selection.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Pane {
     /// The table of mounts or hosts.
@@ -136,7 +137,7 @@ pub enum Pane {
     Lower,
 }
 
-/// The state that the screen shows: the answers of the sampler, and the user's choices.
+/// The state that the screen shows: the answers of the sampler, and the user's selection.
 #[derive(Clone, Debug, Default)]
 pub struct View {
     /// Name of this host.
@@ -155,18 +156,18 @@ pub struct View {
     pub unreachable_mounts: usize,
     /// Why the mounts cannot be listed.
     pub list_error: Option<String>,
-    /// Checkpoints of the chosen mount, or of the job's mount on this host.
+    /// Checkpoints of the selected mount, or of the job's mount on this host.
     pub checkpoints: Checkpoints,
     /// The job. `None` means that this host's mounts are shown.
     pub job: Option<JobView>,
-    /// The table in which keys move the choice.
+    /// The table in which keys move the selection.
     pub pane: Pane,
-    /// Index of the chosen row in the table of mounts or hosts.
+    /// Index of the selected row in the table of mounts or hosts.
     pub upper_row: usize,
-    /// Index of the chosen row in the table of checkpoints.
+    /// Index of the selected row in the table of checkpoints.
     pub lower_row: usize,
-    /// Name of the mount or host that the user chose, because rows change their order. `None` means the first row.
-    pub chosen_name: Option<String>,
+    /// Name of the mount or host that the user selected, because rows change their order. `None` means the first row.
+    pub selected_name: Option<String>,
 }
 
 impl View {
@@ -182,7 +183,7 @@ impl View {
         mounts
     }
 
-    /// Returns the hosts of the job that are shown, with the one in the worst trouble first.
+    /// Returns the hosts of the job that are shown. Those with the worst problems come first.
     pub fn hosts(&self) -> Vec<&Host> {
         match self.job.as_ref().and_then(|job| job.answer.as_ref()) {
             Some(Ok(job)) => job.hosts.iter().filter(|host| !host.is_gone()).collect(),
@@ -208,14 +209,14 @@ impl View {
 
     /// Moves the choice by `rows` in the table that the keys control. The choice stops at the first and the last row.
     pub fn move_choice(&mut self, rows: isize) {
-        let (row_count, chosen_row) = match self.pane {
+        let (row_count, selected_row) = match self.pane {
             Pane::Upper => (self.upper_row_count(), &mut self.upper_row),
             Pane::Lower => (self.lower_row_count(), &mut self.lower_row),
         };
         let last_row = row_count.saturating_sub(1);
-        *chosen_row = chosen_row.saturating_add_signed(rows).min(last_row);
+        *selected_row = selected_row.saturating_add_signed(rows).min(last_row);
         if self.pane == Pane::Upper {
-            self.chosen_name = self.names_in_upper_table().into_iter().nth(self.upper_row);
+            self.selected_name = self.names_in_upper_table().into_iter().nth(self.upper_row);
         }
     }
 
@@ -231,13 +232,13 @@ impl View {
         }
     }
 
-    /// Updates the chosen rows after new answers. In the upper table the choice follows the chosen name, or goes to the
-    /// first row if that name is gone. In the lower table it stays, unless there are fewer rows now.
-    pub fn update_chosen_rows(&mut self) {
+    /// Updates the selected rows after new answers. In the upper table the selection follows the selected name, or goes
+    /// to the first row if that name is gone. In the lower table it stays, unless there are fewer rows now.
+    pub fn update_selected_rows(&mut self) {
         self.upper_row = self
             .names_in_upper_table()
             .iter()
-            .position(|name| Some(name) == self.chosen_name.as_ref())
+            .position(|name| Some(name) == self.selected_name.as_ref())
             .unwrap_or(0);
         let last_lower_row = self.lower_row_count().saturating_sub(1);
         self.lower_row = self.lower_row.min(last_lower_row);

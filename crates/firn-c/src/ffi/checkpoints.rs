@@ -1,8 +1,8 @@
 //! The functions of the C interface that list the checkpoints of a directory.
 //!
-//! A checkpoint is *whole* if its files are closed and no open transaction may have changed it. It is *cut* if the
-//! writer of a file was killed before it closed the file. Its *level* says what its bytes survive. firn.h documents
-//! the numbers below.
+//! A checkpoint is *whole* (complete) if its files are closed and no open transaction may have changed it. It is *cut*
+//! (incomplete) if the writer of a file was killed before it closed the file. Its durability *level* says where its
+//! bytes are: in memory only, in the backing, or synced there. firn.h documents the numbers below.
 
 use std::ffi::{CString, OsStr, OsString, c_char, c_int};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -14,6 +14,8 @@ use super::state::level_number;
 use super::{CPath, NO_PLACE, OutPlace, guarded};
 use crate::error::Error;
 
+// States of a checkpoint. `WRITTEN` means open for writing. `UNKNOWN` means that there is no mount to ask, and
+// `UNREADABLE` that the checkpoint cannot be examined.
 const WHOLE: u32 = 0;
 const WRITTEN: u32 = 1;
 const CUT: u32 = 2;
@@ -27,15 +29,25 @@ const NO_LEVEL: u32 = u32::MAX;
 #[derive(Debug)]
 #[repr(C)]
 pub struct CheckpointItem {
+    /// Name in the directory.
     name: *const c_char,
+    /// Training step in the name.
     step: u64,
+    /// Size of all its files together.
     bytes: u64,
+    /// Number of its files.
     files: u64,
+    /// Newest modification time in it, in seconds since 1970.
     modified_s: i64,
+    /// Nanoseconds of that time.
     modified_ns: u32,
+    /// One of the states above.
     state: u32,
+    /// Lowest durability level of its files, or `NO_LEVEL`.
     level: u32,
+    /// 1 for a directory, 0 for a file.
     directory: u32,
+    /// Always 0.
     reserved: [u64; 2],
 }
 
@@ -43,6 +55,7 @@ const _: () = assert!(size_of::<CheckpointItem>() == 72);
 
 /// `struct firn_checkpoint_list`.
 pub struct CheckpointListHandle {
+    /// The checkpoints, the last modified first.
     items: Vec<CheckpointItem>,
     /// The strings to which the `name` fields of the items point.
     names: Vec<CString>,
@@ -83,13 +96,14 @@ impl CheckpointListHandle {
     }
 }
 
-/// Converts a checkpoint for C. Returns `None` if the checkpoint has no training step in its name. The caller sets the
-/// field `name`, because the list owns that string.
+/// Converts a checkpoint for C. Returns `None` if the checkpoint has no training step in its name. The field `name` is
+/// null: the list owns that string, and the caller sets the pointer to it.
 fn item_from_checkpoint(checkpoint: &Checkpoint) -> Option<CheckpointItem> {
+    let step = checkpoint.step?;
     let (modified_s, modified_ns) = checkpoint.modified;
     Some(CheckpointItem {
         name: std::ptr::null(),
-        step: checkpoint.step?,
+        step,
         bytes: checkpoint.bytes,
         files: checkpoint.files,
         modified_s,

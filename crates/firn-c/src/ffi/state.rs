@@ -30,19 +30,33 @@ const FOREVER: u64 = u64::MAX;
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct MountStatus {
+    /// Size of this struct in the program.
     size: usize,
+    /// Bytes that programs wrote and that are not in the backing yet.
     held_bytes: u64,
+    /// Number of files with held bytes.
     held_files: u64,
+    /// Age of the oldest held byte in milliseconds. 0 means that no byte is held.
     oldest_held_ms: u64,
+    /// Size of the memory that the mount may use.
     arena_bytes: u64,
+    /// Size of the part of this memory that is in use.
     arena_used_bytes: u64,
+    /// Size of the spill file. 0 means that there is none.
     spill_bytes: u64,
+    /// Size of the part of the spill file that is in use.
     spill_used_bytes: u64,
+    /// Bytes written to the backing since firnd attached.
     drained_bytes: u64,
+    /// Number of failed writes to the backing since firnd attached.
     drain_errors: u64,
+    /// Number of errors in the list of `firn status`.
     recorded_errors: u64,
+    /// Number of writers that wait for free memory.
     waiting_writers: u64,
+    /// Number of files that are open through the mount.
     open_files: u64,
+    /// Process id of firnd.
     pid: u64,
 }
 
@@ -158,9 +172,13 @@ pub extern "C" fn firn_get_durability(
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct Room {
+    /// Size of this struct in the program.
     size: usize,
+    /// Bytes of memory that are free, or have drained data that can be evicted.
     memory_bytes: u64,
+    /// Free bytes of the spill file. 0 also if there is none.
     spill_bytes: u64,
+    /// Bytes available to this user in the backing, less the space that held data will need.
     backing_bytes: u64,
 }
 

@@ -1,7 +1,7 @@
 //! Checks of the backing, the directory that is to be mounted: on which file system it is, how that is mounted, and
 //! whether this user may write there.
 //!
-//! They read facts and change nothing, except that the check `writable` creates and removes a probe directory.
+//! They change nothing, except that the check `writable` creates and removes a probe directory.
 
 use std::path::{Path, PathBuf};
 
@@ -33,22 +33,23 @@ pub(crate) fn check_file_system(subject: &CheckSubject<'_>) -> Vec<Finding> {
         Ok(backing) => backing,
         Err(text) => return vec![Finding::refused(text)],
     };
-    let name = quoted_path(&backing);
+    let quoted_backing = quoted_path(&backing);
+    // The entry of the mount on which the backing lies.
     let Some(entry) = holding(&entries, &backing) else {
-        return vec![Finding::ok(format!("{name} is a directory"))];
+        return vec![Finding::ok(format!("{quoted_backing} is a directory"))];
     };
     if entry.fs_type == FIRN {
-        let lower_backing = quoted_path(&entry.source);
+        let backing_of_mount = quoted_path(&entry.source);
         return vec![Finding::wrong(
             format!(
-                "{name} is on the Firn mount of {lower_backing}: a mount whose backing is on a Firn mount can wait for itself"
+                "{quoted_backing} is on the Firn mount of {backing_of_mount}: a mount whose backing is on a Firn mount can wait for itself"
             ),
-            format!("name the backing: `firn doctor {lower_backing}`"),
+            format!("name the backing: `firn doctor {backing_of_mount}`"),
         )];
     }
     let source = quoted_path(&entry.source);
     let mut findings = vec![Finding::ok(format!(
-        "{name} is on {} ({source})",
+        "{quoted_backing} is on {} ({source})",
         entry.fs_type
     ))];
     findings.extend(judge_mount(entry, subject.options));

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use crate::ask::{ChildFailure, ask_child, ask_each};
+use crate::ask::{ChildFailure, ask_child, parallel_map};
 use crate::doctor::{CHECKS, Check, CheckGroup, CheckSubject, Finding, Verdict};
 
 /// What to examine, and how a child process is called for one check.
@@ -16,10 +16,10 @@ use crate::doctor::{CHECKS, Check, CheckGroup, CheckSubject, Finding, Verdict};
 pub struct ExaminationRequest {
     /// Whether there is a backing to examine. Without one, only the checks of the host run.
     pub has_backing: bool,
-    /// Arguments with which this program runs one check and prints its findings as JSON. The name of the check is
-    /// inserted at `name_index`.
+    /// Command line, without the program, with which a child process runs one check and prints its findings as JSON.
+    /// Only the name of the check is missing.
     pub arguments: Vec<OsString>,
-    /// Index in `arguments` at which the name of the check is inserted.
+    /// Where the name of the check is inserted in `arguments`: after the flag `--only`.
     pub name_index: usize,
     /// Timeout for one check.
     pub timeout: Duration,
@@ -95,7 +95,7 @@ fn run_groups(request: &ExaminationRequest, groups: &[CheckGroup]) -> Vec<Findin
         .iter()
         .filter(|check| groups.contains(&check.group))
         .collect();
-    let findings_by_check = ask_each(&checks, |check| run_check_in_child(request, check));
+    let findings_by_check = parallel_map(&checks, |check| run_check_in_child(request, check));
     findings_by_check.into_iter().flatten().collect()
 }
 
@@ -108,7 +108,7 @@ fn run_check_in_child(request: &ExaminationRequest, check: &Check) -> Vec<Findin
     findings
 }
 
-/// Starts a child process for one check, and returns the findings that it prints. If the child fails or exceeds its
+/// Runs one check in a child process, and returns the findings that it prints. If the child fails or exceeds its
 /// timeout, returns a single finding that says so.
 fn ask_child_for_findings(request: &ExaminationRequest, check: &Check) -> Vec<Finding> {
     let mut arguments = request.arguments.clone();

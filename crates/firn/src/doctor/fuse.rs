@@ -37,7 +37,9 @@ pub fn device_fault() -> Option<String> {
 
 /// Why the FUSE device cannot be used, and what the user should do.
 struct DeviceFault {
+    /// Why the device cannot be used.
     text: String,
+    /// What the user should do.
     advice: String,
 }
 

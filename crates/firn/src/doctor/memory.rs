@@ -31,7 +31,7 @@ const LIBFABRIC: [&str; 4] = [
 
 /// Reports whether there is memory for the arena that a mount would create now. The arena is the file in shared memory
 /// with the data that is not in the backing yet.
-pub(crate) fn check_room(subject: &CheckSubject<'_>) -> Vec<Finding> {
+pub(crate) fn check_arena_memory(subject: &CheckSubject<'_>) -> Vec<Finding> {
     let options = subject.options;
     if let Some(arena) = existing_arena(subject) {
         return vec![Finding::ok(format!(
@@ -43,7 +43,7 @@ pub(crate) fn check_room(subject: &CheckSubject<'_>) -> Vec<Finding> {
         Ok(dir) => dir,
         Err(text) => return vec![Finding::refused(text)],
     };
-    // The geometry is the layout of the arena, which has chunks of equal size and some further data.
+    // The layout of the arena, from which the size of its memory follows.
     let geometry = match Geometry::new(options.arena_bytes, options.chunk_bytes) {
         Ok(geometry) => geometry,
         Err(error) => return vec![Finding::refused(error.to_string())],
@@ -54,7 +54,7 @@ pub(crate) fn check_room(subject: &CheckSubject<'_>) -> Vec<Finding> {
         ("this host", available_memory_bytes()),
         ("the cgroup of this process", cgroup_bytes_left()),
     ];
-    for (limited_by, bytes_left) in memory_limits {
+    for (limit_name, bytes_left) in memory_limits {
         let Some(bytes_left) = bytes_left else {
             // This limit does not exist, or cannot be read.
             continue;
@@ -62,7 +62,7 @@ pub(crate) fn check_room(subject: &CheckSubject<'_>) -> Vec<Finding> {
         if bytes_left < needed_bytes {
             findings.push(Finding::note(
                 format!(
-                    "{limited_by} has {} of memory left, but the arena needs {}",
+                    "{limit_name} has {} of memory left, but the arena needs {}",
                     quantity::bytes(bytes_left),
                     quantity::bytes(needed_bytes)
                 ),
@@ -73,39 +73,39 @@ pub(crate) fn check_room(subject: &CheckSubject<'_>) -> Vec<Finding> {
     findings
 }
 
-/// Judges the free space of the directory `dir`, in which the arena (the file with the data of the mount) would be
-/// created. `geometry` is the layout of that arena, and says how many bytes it needs.
+/// Returns the finding on whether an arena (the file with the data of the mount) would fit in the directory `dir`, and
+/// whether `dir` is in memory. `geometry` is the layout of that arena, and says how many bytes it needs.
 fn judge_free_space(dir: &Path, options: &Options, geometry: &Geometry) -> Finding {
-    let name = quoted_path(dir);
-    let (space, file_system) = match (rustix::fs::statvfs(dir), rustix::fs::statfs(dir)) {
-        (Ok(space), Ok(file_system)) => (space, file_system),
+    let quoted_dir = quoted_path(dir);
+    let (capacity, file_system) = match (rustix::fs::statvfs(dir), rustix::fs::statfs(dir)) {
+        (Ok(capacity), Ok(file_system)) => (capacity, file_system),
         (Err(errno), _) | (_, Err(errno)) => {
-            let text = format!("{name} cannot be used for arenas: {errno}");
+            let text = format!("{quoted_dir} cannot be used for arenas: {errno}");
             return Finding::wrong(text, "mount a tmpfs at /dev/shm, or set FIRN_RUNTIME_DIR");
         }
     };
     if !MEMORY_MAGICS.contains(&(file_system.f_type as u64)) {
-        let text = format!("{name} is not a tmpfs: arenas there are on a disk, and slow");
+        let text = format!("{quoted_dir} is not a tmpfs: arenas there are on a disk, and slow");
         return Finding::note(text, "set FIRN_RUNTIME_DIR or arena-dir to a tmpfs");
     }
     let arena_size = size_text(options.arena_bytes);
     let needed_bytes = geometry.allocated_bytes();
     let needed = quantity::bytes(needed_bytes);
     // A tmpfs without a size limit reports 0 blocks.
-    if space.f_blocks == 0 {
+    if capacity.f_blocks == 0 {
         return Finding::ok(format!(
-            "arena-size={arena_size} needs {needed} in {name}, a file system without a limit"
+            "arena-size={arena_size} needs {needed} in {quoted_dir}, a file system without a limit"
         ));
     }
-    let free_bytes = space.f_bavail.saturating_mul(space.f_frsize);
+    let free_bytes = capacity.f_bavail.saturating_mul(capacity.f_frsize);
     let free = quantity::bytes(free_bytes);
     if free_bytes >= needed_bytes {
         return Finding::ok(format!(
-            "arena-size={arena_size} needs {needed} in {name} ({free} free)"
+            "arena-size={arena_size} needs {needed} in {quoted_dir} ({free} free)"
         ));
     }
     Finding::wrong(
-        format!("arena-size={arena_size} needs {needed} in {name}, which has {free} free"),
+        format!("arena-size={arena_size} needs {needed} in {quoted_dir}, which has {free} free"),
         format!(
             "{}, or enlarge it (`mount -o remount,size=SIZE /dev/shm` as root; `docker run --shm-size=SIZE`)",
             smaller_arena_advice(geometry, free_bytes)

@@ -1,6 +1,6 @@
 //! Checks for what earlier mounts of this user left behind.
 //!
-//! * A mount of which firnd, the process that serves it, has ended or hangs.
+//! * A mount that is dead or hangs, because firnd, its daemon, has ended or does not answer.
 //! * An arena that no firnd uses. An arena is a file in shared memory with data that the backing may lack.
 
 use std::time::Duration;
@@ -11,20 +11,20 @@ use firn_daemon::CheckReport;
 use firn_format::quantity;
 use firn_format::quote::quoted_path;
 
-use crate::ask::ask_each;
+use crate::ask::parallel_map;
 use crate::doctor::{CheckSubject, Finding};
 
 /// Timeout for the kernel to say whether a firnd serves a mount.
 const LIVENESS_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Reports mounts of which firnd, the process that serves the mount, has ended or does not answer.
+/// Reports mounts that are dead or hang, because firnd, their daemon, has ended or does not answer.
 pub(crate) fn check_mounts(_: &CheckSubject<'_>) -> Vec<Finding> {
     let mounts = match firn_client::mounts() {
         Ok(mounts) => mounts,
         Err(error) => return vec![Finding::refused(error.to_string())],
     };
-    // All mounts are asked at the same time, because each of them may use up the whole timeout.
-    let states = ask_each(&mounts, |mount| mount.liveness(LIVENESS_TIMEOUT));
+    // All mounts are asked at the same time, because each of them may take the whole timeout.
+    let states = parallel_map(&mounts, |mount| mount.liveness(LIVENESS_TIMEOUT));
     let mut findings: Vec<Finding> = mounts
         .iter()
         .zip(&states)
@@ -40,13 +40,13 @@ pub(crate) fn check_mounts(_: &CheckSubject<'_>) -> Vec<Finding> {
     findings
 }
 
-/// Returns a finding for a mount in trouble, or `None` for a healthy one. `state` is that of its firnd, the process
-/// that serves it.
+/// Returns a finding for a mount that is dead or hangs, or `None` for a healthy one. `state` is that of its firnd, the
+/// daemon.
 fn judge_mount(mount: &Mount, state: Liveness) -> Option<Finding> {
     let point = quoted_path(&mount.mount_point);
     let backing = quoted_path(&mount.backing);
     match state {
-        Liveness::Living => None,
+        Liveness::Alive => None,
         Liveness::Dead => Some(Finding::wrong(
             format!("the mount at {point} is dead, and programs get ENOTCONN"),
             format!(
@@ -90,12 +90,10 @@ fn judge_unused_arena(report: &CheckReport) -> Finding {
             format!("`firn recover {backing}` removes it"),
         );
     }
-    let undrained = quantity::bytes(report.held_bytes);
+    let held = quantity::bytes(report.held_bytes);
     let damage_clause = if is_damaged { ", and is damaged" } else { "" };
     Finding::wrong(
-        format!(
-            "arena {arena} holds {undrained} of {backing}{damage_clause}, and no firnd uses it"
-        ),
+        format!("arena {arena} holds {held} of {backing}{damage_clause}, and no firnd uses it"),
         format!(
             "`firn recover {backing}`, or mount it again; if that backing is lost for good, `firn recover --discard {backing}` deletes the data"
         ),

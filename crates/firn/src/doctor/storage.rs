@@ -159,8 +159,8 @@ fn read_private_file(dir: &OwnedFd, name: &Path) -> io::Result<String> {
     Ok(text)
 }
 
-/// Reports whether file locks work between two open files of this host. Hosts use locks to show that they live. Only
-/// another live host could show whether locks reach other hosts.
+/// Reports whether file locks work between two open files of this host. Hosts lock files to show that they are alive.
+/// Whether locks reach other hosts cannot be tested here: that needs a second host.
 pub(crate) fn check_locks(subject: &CheckSubject<'_>) -> Vec<Finding> {
     with_probe(subject, |probe| {
         let backing = probe.open_backing()?;

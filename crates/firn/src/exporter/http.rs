@@ -21,8 +21,11 @@ const TEXT_TYPE: &str = "text/plain; charset=utf-8";
 
 /// A response to a client.
 struct Response {
+    /// Status code and reason, as in the status line.
     status: &'static str,
+    /// Value of the header Content-Type.
     content_type: &'static str,
+    /// The body.
     body: Arc<str>,
     /// Whether the request was HEAD, so that the response has no body.
     is_head: bool,

@@ -1,8 +1,8 @@
 //! Advice about a host of a job: what the user should do, with the commands.
 //!
-//! Most advice depends on the host's state. A host shows that it lives by its lease, a file that it renews.
-//! * An *alive* host renews its lease. It gets advice only for an error, or for files that it keeps from being
-//!   flattened (copied from logs into plain files).
+//! Most advice depends on the host's state. A host shows that it is alive by its lease, a file that it renews.
+//! * An *alive* host renews its lease. It gets advice only for an error, or for files in logs that cannot be copied
+//!   into plain files (flattened) yet because of it.
 //! * A *silent* host does not renew its lease, and is not known to be dead.
 //! * A *dead* host has no process any more. Its data may still be in its memory.
 //! * A host that has *left* has unmounted, and may have kept data in its memory.
@@ -15,8 +15,8 @@ use firn_protocol::path::BytePath;
 use super::Host;
 use crate::text::{bytes, count};
 
-/// Returns advice for a host, or an empty list if nothing is wrong. `backing` is the path of the backing, the directory
-/// that the hosts share, on this host. Flattening copies the logs of a file into the plain file.
+/// Returns advice for a host, or an empty list if nothing is wrong. `backing` is the path of the backing (the directory
+/// that the hosts share) on this host.
 pub fn advice_for_host(host: &Host, backing: &BytePath) -> Vec<String> {
     let name = &host.name;
     let mut advice = match host.state {
@@ -124,8 +124,8 @@ fn advice_for_hanging_host(host: &Host) -> String {
     )
 }
 
-/// Returns advice for a host that keeps files in logs from being flattened (copied into plain files), because it has
-/// them open or still has bytes of them in memory.
+/// Returns advice for a host that keeps files in logs from being flattened (copied into plain files). The cause is that
+/// its programs have the files open, or that its memory has bytes of them which are not in the logs yet.
 fn advice_for_open_logs(host: &Host) -> String {
     let name = &host.name;
     let files = count(host.keeps_from_flattening, "file");

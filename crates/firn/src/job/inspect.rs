@@ -1,7 +1,8 @@
-//! Collects what is known of the hosts of a job, for `firn hosts` and `firn status --job`.
+//! Collects the state of the hosts of a job, for `firn hosts` and `firn status --job`.
 //!
-//! * Two sources are asked at the same time. One is the backing, the directory that all hosts mount: each host has a
-//!   lease there, a file that shows that the host lives. The other is firnd, the daemon of this host's own mount.
+//! * There are two sources, which are asked at the same time. One is the backing, the directory that all hosts mount:
+//!   each host has a lease there, a file that shows that the host is alive. The other is firnd, the daemon of this
+//!   host's own mount.
 //! * Each source may hang, so a child process asks it and is abandoned at the timeout.
 //! * [`Job::inspect`] runs in the parent. [`inspect_backing`] and [`inspect_own_mount`] run in the children.
 
@@ -23,8 +24,8 @@ use firn_protocol::path::BytePath;
 use serde::{Deserialize, Serialize};
 
 use super::{Host, Job, JobTotals, rows};
-use crate::ask::{ChildFailure, ask_child, ask_each};
-use crate::failure::{FAILED, Failure, NOT_FIRN, USAGE};
+use crate::ask::{ChildFailure, ask_child, parallel_map};
+use crate::failure::{FAILED, Failure, NO_MOUNT, USAGE};
 use crate::text;
 
 /// Bounds of the search for files in logs: number of files, and time. Each file costs the listing of two directories.
@@ -43,7 +44,6 @@ pub struct HostLease {
     /// Whether the lease is locked.
     pub is_locked: bool,
     /// Seconds since the last heartbeat. `None` means that the time is unknown.
-    #[serde(rename = "heartbeat_age_seconds")]
     pub heartbeat_age_seconds: Option<f64>,
     /// The process that holds the lease.
     pub holder: Option<Holder>,
@@ -87,16 +87,17 @@ pub struct OwnMountState {
 }
 
 impl Job {
-    /// Asks for the hosts of the backing (the directory that they share), or of the mount, at `path`. Without a path,
-    /// asks for those of this user's only mount. Two sources are asked: the backing, and the mount on this host.
+    /// Returns the job of the backing (the directory that its hosts share), or of the mount, at `path`. Without a path,
+    /// returns that of this user's only mount.
     ///
-    /// Returns at `timeout` at the latest. Fails if neither the backing nor a mount of this host answers.
+    /// Asks two sources at the same time: the backing, and the mount on this host. Returns at `timeout` at the latest.
+    /// Fails if neither of them answers.
     pub fn inspect(path: Option<&Path>, timeout: Duration) -> Result<Self, Failure> {
         let sources = [JobSource::Backing, JobSource::Mount];
-        // Both values are replaced, because each source gives an answer.
+        // The loop replaces both values, because each source gives an answer.
         let mut backing_answer = Err(ChildFailure::TimedOut);
         let mut mount_answer = Ok(None);
-        for answer in ask_each(&sources, |source| source.ask(path, timeout)) {
+        for answer in parallel_map(&sources, |source| source.ask(path, timeout)) {
             match answer {
                 SourceAnswer::Backing(answer) => backing_answer = *answer,
                 SourceAnswer::Mount(answer) => mount_answer = *answer,
@@ -128,7 +129,7 @@ impl Job {
         })
     }
 
-    /// Joins the answers of the two sources, the backing that the hosts share and this host's own mount, to a job. Each
+    /// Makes a job from the answers of two sources: the backing that the hosts share, and this host's own mount. One
     /// answer may be missing, and `notes` say why.
     fn join_answers(
         backing: Option<BackingState>,
@@ -144,8 +145,8 @@ impl Job {
             notes.extend(backing.notes.iter().cloned());
         }
         let hosts = rows::build_host_rows(backing, own_mount, &backing_path);
-        let lacks_report = |host: &&Host| host.state == Life::Alive && host.report.is_none();
-        let unreported_hosts = hosts.iter().filter(lacks_report).count();
+        let is_unreported = |host: &&Host| host.state == Life::Alive && host.report.is_none();
+        let unreported_hosts = hosts.iter().filter(is_unreported).count();
         if unreported_hosts > 0 {
             notes.push(format!(
                 "the sums leave out {} without a report",
@@ -216,7 +217,7 @@ fn describe_mount_failure(error: &ChildFailure, timeout: Duration) -> Option<Str
         )),
         // A wrong path concerns both sources. The failure of the backing reports it once.
         ChildFailure::Refused {
-            exit_status: Some(NOT_FIRN | USAGE),
+            exit_status: Some(NO_MOUNT | USAGE),
             ..
         } => None,
         ChildFailure::Refused { text, .. } => Some(format!("this host's own mount: {text}")),
@@ -295,11 +296,11 @@ fn find_only_mount() -> Result<Mount, Failure> {
     Ok(mount)
 }
 
-/// Reads the files of hosts in a backing, the directory that they share: leases, which show that hosts live, reports of
-/// their status, and logs of their writes.
+/// Reads what the hosts have written to their common backing: leases (which show that hosts are alive), reports of
+/// their status, and logs. Fails if the backing cannot be opened, or if its files do not belong to this user.
 ///
-/// The caller runs in a separate process, because the calls may hang in the kernel. If it is root, it becomes the owner
-/// of the backing's files for good. Fails if the backing cannot be opened, or if its files do not belong to this user.
+/// Must be called in a separate process, for two reasons: the calls may hang in the kernel, and a process of root
+/// changes its user id for good to that of the owner of Firn's files there.
 pub fn inspect_backing(path: Option<&Path>) -> Result<BackingState, Failure> {
     let backing = find_backing(path)?;
     let failure = |step: &str, error: &dyn Display| {
@@ -311,19 +312,23 @@ pub fn inspect_backing(path: Option<&Path>) -> Result<BackingState, Failure> {
     let boot_id = this_process.boot;
     let backing_dir =
         DirBacking::open(&backing).map_err(|error| failure("cannot be opened", &error))?;
-    let surveyed = survey(&backing_dir, &boot_id, &mut std::thread::sleep)
+    let survey_result = survey(&backing_dir, &boot_id, &mut std::thread::sleep)
         .map_err(|error| own_files_failure(&backing, &error))?;
     let mut notes = Vec::new();
-    for (host, error) in &surveyed.failed {
+    for (host, error) in &survey_result.failed {
         notes.push(format!("host {host} cannot be examined: {error}"));
     }
-    if surveyed.is_cut {
+    if survey_result.is_cut {
         notes.push("there are more hosts than are shown".to_owned());
     }
     let flattening_delays = count_flattening_delays(&backing_dir, &mut notes)
         .map_err(|error| own_files_failure(&backing, &error))?;
     Ok(BackingState {
-        leases: surveyed.hosts.into_iter().map(HostLease::from).collect(),
+        leases: survey_result
+            .hosts
+            .into_iter()
+            .map(HostLease::from)
+            .collect(),
         backing: backing.as_path().into(),
         boot_id,
         flattening_delays,
@@ -402,8 +407,9 @@ fn change_user_to_owner(backing: &Path) -> Result<(), Failure> {
     })
 }
 
-/// Counts for each host the containers (the logs of one file) to which the host says that it may write. Those files
-/// cannot be flattened (copied into plain files) yet. The count stops at its bounds, and a note then says so.
+/// Returns for each host how many containers it keeps from being flattened (copied from logs into the plain file),
+/// because it may still write to them. A container has logs of one file. A file can have several. If there are too many
+/// files or the time is over, a note says that some are not counted.
 fn count_flattening_delays(
     backing_dir: &DirBacking,
     notes: &mut Vec<String>,
@@ -426,16 +432,25 @@ fn count_flattening_delays(
             continue;
         };
         for container in containers {
-            for (name, ..) in own::list(backing_dir, &container).unwrap_or_default() {
-                let name = String::from_utf8(name).unwrap_or_default();
-                // A host that may write to the container has a file in it with its name.
-                if let Some(host) = name.strip_prefix(JOINED) {
-                    *delays_by_host.entry(host.to_owned()).or_default() += 1;
-                }
-            }
+            count_joined_hosts(backing_dir, &container, &mut delays_by_host);
         }
     }
     Ok(delays_by_host)
+}
+
+/// Adds 1 for each host that may write to a container (a directory with logs of one file). Such a host has a file with
+/// its name there.
+fn count_joined_hosts(
+    backing_dir: &DirBacking,
+    container: &<DirBacking as Volume>::Inode,
+    delays_by_host: &mut BTreeMap<String, u64>,
+) {
+    for (name, ..) in own::list(backing_dir, container).unwrap_or_default() {
+        let name = String::from_utf8(name).unwrap_or_default();
+        if let Some(host) = name.strip_prefix(JOINED) {
+            *delays_by_host.entry(host.to_owned()).or_default() += 1;
+        }
+    }
 }
 
 /// Returns the subdirectories of a directory that are valid as Firn's own. Each is opened when the iterator reaches it.

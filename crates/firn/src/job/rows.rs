@@ -1,8 +1,8 @@
 //! Builds a [`Host`] for each host of a job: a row of the tables that the user sees.
 //!
-//! Each host has two files in the backing, the directory that all hosts mount: a *lease*, which shows that the host
-//! lives, and a *report* of its status. They make its row. The row of this host also uses the answer of its firnd, the
-//! daemon of the mount.
+//! Each host has two files in the backing, the directory that all hosts mount: a *lease*, which shows that the host is
+//! alive, and a *report* of its status. Its row is made from them. The row of this host also uses the answer of its
+//! firnd, the daemon of the mount.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -16,11 +16,11 @@ use super::inspect::{BackingState, HostLease, OwnMountState};
 use super::{Host, advice};
 use crate::text::{bytes, count, seconds};
 
-/// Returns the rows of all hosts, with the one in the worst trouble first.
+/// Returns the rows of all hosts. Those with the worst problems come first.
 ///
-/// A row is made from a lease, the file in the backing that shows that a host lives. The lease of this host's own mount
-/// is joined with the answer of its firnd (its daemon), so that the host has one row. `backing_path` is the path of the
-/// backing for the commands in the advice.
+/// There is a row for each lease (the file in the backing that shows that a host is alive). The row of this host also
+/// has the answer of its firnd (its daemon). If no lease is that of its mount, the mount has a row of its own. Commands
+/// in the advice name the backing by `backing_path`.
 pub fn build_host_rows(
     backing: Option<BackingState>,
     own_mount: Option<OwnMountState>,
@@ -58,9 +58,11 @@ fn is_lease_of_mount(lease: &HostLease, mount: &OwnMountState, boot_id: &str) ->
         .is_some_and(|holder| holder.pid == mount.pid && holder.boot == boot_id)
 }
 
-/// Returns the row of a host with a lease in the backing (a file that shows that the host lives). `own_mount` is the
-/// answer of its firnd, the daemon, if the host is this one. The answer then replaces the older report beside the
-/// lease. Waits, advice and differences are added later.
+/// Returns the row of a host with a lease in the backing (a file that shows that the host is alive). Waits, advice and
+/// differences are still empty: [`build_host_rows`] fills them in.
+///
+/// `own_mount` is the answer of the firnd (the daemon) if the host is this one. It replaces the older report beside the
+/// lease.
 fn row_from_lease(
     lease: &HostLease,
     own_mount: Option<OwnMountState>,
@@ -70,7 +72,7 @@ fn row_from_lease(
         Some(own_mount) => Some(own_mount.report),
         None => parse_report(lease),
     };
-    // A dead or unmounted host is not mounted, and delays no flattening, because it writes no logs any more.
+    // A host that is dead or has unmounted writes to no log, so no file waits for it.
     let mut mounted_seconds = None;
     let mut keeps_from_flattening = 0;
     if lease.life.may_live() {
@@ -109,8 +111,8 @@ fn parse_report(lease: &HostLease) -> Option<HostReport> {
     serde_json::from_value(report).ok()
 }
 
-/// Returns the row of this host's own mount that has no lease (file in the backing that shows that a host lives), and
-/// is therefore invisible to other hosts.
+/// Returns the row of this host's own mount if it has no lease (the file in the backing that shows that a host is
+/// alive), and is therefore invisible to other hosts.
 fn row_from_own_mount(own_mount: OwnMountState) -> Host {
     Host {
         name: own_mount.host,
@@ -130,19 +132,26 @@ fn row_from_own_mount(own_mount: OwnMountState) -> Host {
     }
 }
 
-/// Returns in words why a host counts as alive, silent, dead or left. The host holds a lease: a file that it locks, and
-/// renews with each heartbeat. `boot_id` is that of this host's running kernel.
+/// Returns in words why a host counts as alive, silent, dead or left. `boot_id` is that of this host's running kernel.
+///
+/// A host holds a lease: a file that it locks, and renews with each heartbeat.
 fn evidence_text(lease: &HostLease, boot_id: &str) -> String {
     let age = match lease.heartbeat_age_seconds {
         Some(age_seconds) => seconds(age_seconds),
         None => "an unknown time".to_owned(),
     };
+    if lease.life == Life::Dead && is_from_earlier_boot(lease, boot_id) {
+        return format!(
+            "this host was rebooted since: its memory is lost; last heartbeat {age} ago"
+        );
+    }
+    if lease.life == Life::Left {
+        return format!("it released its lease {age} ago");
+    }
+    if lease.evidence == Evidence::Beat {
+        return "a new heartbeat was seen".to_owned();
+    }
     match (lease.life, lease.evidence) {
-        (Life::Dead, _) if is_from_earlier_boot(lease, boot_id) => {
-            format!("this host was rebooted since: its memory is lost; last heartbeat {age} ago")
-        }
-        (Life::Left, _) => format!("it released its lease {age} ago"),
-        (_, Evidence::Beat) => "a new heartbeat was seen".to_owned(),
         (Life::Dead, Evidence::Lock) => {
             format!("its lease is no longer locked; last heartbeat {age} ago")
         }
@@ -155,6 +164,7 @@ fn evidence_text(lease: &HostLease, boot_id: &str) -> String {
         (Life::Silent, _) => {
             format!("its lease is locked; last heartbeat {age} ago by the backing's clock")
         }
+        // The host is alive or dead.
         (_, Evidence::YoungestBeat) => format!(
             "its heartbeat is {age} older than the youngest (this user cannot read the backing's clock)"
         ),
@@ -252,8 +262,8 @@ pub fn describe_waits(report: &HostReport) -> Vec<String> {
     waits
 }
 
-/// Returns what a lane (an I/O server) waits for, in words. The token is the lock that gives the lane one writing host.
-/// The list is empty for a healthy lane.
+/// Returns what a lane (an I/O server) waits for, in words. The list is empty for a healthy lane. The token is the lock
+/// that makes one host the only writer of the lane.
 fn describe_lane_waits(lane: &LaneReport) -> Vec<String> {
     let mut waits = Vec::new();
     let number = lane.lane;

@@ -52,6 +52,20 @@ const PANEL_HEAD_HEIGHT: f64 = 34.0;
 const HOST_HEIGHT: f64 = 34.0;
 /// Height of one strip in pixels.
 const STRIP_HEIGHT: f64 = 7.0;
+/// Free height between two strips of a host in pixels.
+const STRIP_GAP: f64 = 1.0;
+/// Free height between the title of the hosts and the first host, in addition to the panel's head.
+const HOSTS_GAP: f64 = 8.0;
+/// Height between the baseline of the hosts' title and the first host, in pixels.
+const HOSTS_TITLE_HEIGHT: f64 = 12.0;
+/// Height between the top of a host's strips and the baseline of its name, in pixels.
+const HOST_NAME_BASELINE: f64 = 15.0;
+/// Distance of a label at the left from the axis in pixels.
+const LABEL_GAP: f64 = 8.0;
+/// Height from the line of a tick to the baseline of its label, which is then centred on the line.
+const TICK_LABEL_BASELINE: f64 = 4.0;
+/// Estimated width of a character in pixels. Host names are cut to the width of the labels.
+const CHARACTER_WIDTH: usize = 8;
 /// Height of the labels below the time axis in pixels.
 const TIME_LABELS_HEIGHT: f64 = 30.0;
 /// Factor for the end of an axis, so that rounding errors do not suppress its last tick.
@@ -81,8 +95,9 @@ impl Layout {
     }
 }
 
-/// Returns the chart of a run as SVG: rates, bytes in memory, and three strips for each host. `arena_bytes` is the size
-/// of all arenas (the memory of the mounts) together, and is drawn as a limit of the bytes in memory.
+/// Returns the chart of a run as SVG: rates, bytes in memory, and strips for each host up to [`HOSTS_MAX`].
+/// `arena_bytes` is the size of all arenas (the memory of the mounts) together, and is drawn as a limit of the bytes in
+/// memory.
 pub fn render_chart(
     layout: &Layout,
     timeline: &Timeline,
@@ -90,7 +105,7 @@ pub fn render_chart(
     marks: &[Mark],
 ) -> String {
     let drawn_hosts = &timeline.hosts[..timeline.hosts.len().min(HOSTS_MAX)];
-    let hosts_top = 2.0 * (PANEL_HEAD_HEIGHT + PANEL_HEIGHT) + PANEL_HEAD_HEIGHT + 8.0;
+    let hosts_top = 2.0 * (PANEL_HEAD_HEIGHT + PANEL_HEIGHT) + PANEL_HEAD_HEIGHT + HOSTS_GAP;
     let bottom = hosts_top + HOST_HEIGHT * drawn_hosts.len() as f64;
     let height = bottom + TIME_LABELS_HEIGHT;
     let width = layout.width;
@@ -111,7 +126,7 @@ pub fn render_chart(
         svg,
         "<text class=\"title\" x=\"{}\" y=\"{:.1}\">Each host</text>",
         layout.left,
-        hosts_top - 12.0
+        hosts_top - HOSTS_TITLE_HEIGHT
     );
     for (index, host) in drawn_hosts.iter().enumerate() {
         axis.draw_host(&mut svg, hosts_top + HOST_HEIGHT * index as f64, host);
@@ -179,7 +194,9 @@ fn join_values(values: &[f64], format_value: impl Fn(f64) -> String) -> String {
 
 /// The time axis of a chart.
 struct TimeAxis<'a> {
+    /// Layout of the chart.
     layout: &'a Layout,
+    /// Length of the axis in seconds.
     seconds: f64,
 }
 
@@ -208,16 +225,18 @@ impl TimeAxis<'_> {
         }
     }
 
-    /// Draws the name of a host and its three strips: written by programs, written to the backing, and waits. A bin is
-    /// a time interval of the axis.
+    /// Draws the name of a host and its three strips: bytes written by programs (`in`), bytes written to the backing
+    /// (`out`), and waits of programs (`wait`). A strip shows the value of each bin (a time interval of the axis) by
+    /// its colour.
     fn draw_host(&self, svg: &mut String, top: f64, host: &HostLine) {
         let left = self.layout.left;
-        let name: String = host.host.chars().take(left as usize / 8).collect();
+        let name_chars_max = left as usize / CHARACTER_WIDTH;
+        let name: String = host.host.chars().take(name_chars_max).collect();
         let _ = writeln!(
             svg,
             "<text class=\"tick\" x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
-            left - 8.0,
-            top + 15.0,
+            left - LABEL_GAP,
+            top + HOST_NAME_BASELINE,
             HtmlText(name)
         );
         let values_of_bins =
@@ -228,7 +247,7 @@ impl TimeAxis<'_> {
             ("wait", values_of_bins(waits_in_bin)),
         ];
         for (index, (class, values)) in strips.iter().enumerate() {
-            let y = top + index as f64 * (STRIP_HEIGHT + 1.0);
+            let y = top + index as f64 * (STRIP_HEIGHT + STRIP_GAP);
             self.draw_strip(svg, class, y, values);
         }
     }
@@ -315,9 +334,11 @@ struct Scale {
 
 /// A panel with an axis of values above the time axis.
 struct Panel<'a> {
+    /// The time axis below it.
     axis: &'a TimeAxis<'a>,
     /// Vertical position of its upper end in pixels.
     top: f64,
+    /// Title above it.
     title: &'static str,
     /// Formats a value with its unit.
     format_value: &'a dyn Fn(f64) -> String,
@@ -377,9 +398,9 @@ impl Panel<'_> {
                  <text class=\"tick\" x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
                 layout.left,
                 layout.width - RIGHT_MARGIN,
-                layout.left - 8.0,
-                y + 4.0,
-                // The labels have round values, so a decimal `.0` is left out.
+                layout.left - LABEL_GAP,
+                y + TICK_LABEL_BASELINE,
+                // The labels have round values, so a decimal `.0` before the unit is left out.
                 (self.format_value)(value).replace(".0 ", " ")
             );
             value += scale.step;

@@ -12,7 +12,7 @@ use firn_protocol::path::BytePath;
 use firn_protocol::record::{CheckpointRecord, RunRecord};
 
 use super::html::HtmlText;
-use super::{CheckpointNow, Run};
+use super::{CurrentCheckpoint, Run};
 use crate::text::{bytes, seconds};
 
 /// Maximum number of rows. The newest checkpoints are shown.
@@ -63,7 +63,9 @@ pub fn merge_checkpoints(records: &[RunRecord], began_unix_us: u64) -> Vec<Merge
 struct BarSpan {
     /// CSS class of the state that the checkpoint had.
     class: &'static str,
+    /// When the state began.
     begin: f64,
+    /// When the state ended.
     end: f64,
 }
 
@@ -115,7 +117,9 @@ impl MergedCheckpoint {
     }
 }
 
-/// Returns the section of the page with the table.
+/// Returns the section of the page with the table of checkpoints, as HTML: a legend, the rows and a note. If there
+/// are more than [`ROWS_MAX`] checkpoints, the oldest are left out, and a second note says so. Without checkpoints it
+/// is only a sentence.
 pub fn render_section(run: &Run, checkpoints: &[MergedCheckpoint], run_seconds: f64) -> String {
     let mut html = String::from("<section><h2>Checkpoints</h2>\n");
     if checkpoints.is_empty() {
@@ -147,8 +151,8 @@ pub fn render_section(run: &Run, checkpoints: &[MergedCheckpoint], run_seconds: 
     html
 }
 
-/// Returns the present state of a checkpoint in one word. `present` is `None` if the checkpoint no longer exists.
-fn state_text(checkpoint: &MergedCheckpoint, present: Option<&CheckpointNow>) -> String {
+/// Returns the current state of a checkpoint in one word. `present` is `None` if the checkpoint no longer exists.
+fn state_text(checkpoint: &MergedCheckpoint, present: Option<&CurrentCheckpoint>) -> String {
     let Some(present) = present else {
         return "removed".to_owned();
     };
@@ -176,8 +180,11 @@ fn render_bar(checkpoint: &MergedCheckpoint, run_seconds: f64) -> String {
     html
 }
 
-/// Returns the row of a checkpoint: its times, its present state, and its bar. Drained is in the backing, and durable
-/// is synced there. A dash stands for what is not known or did not happen.
+/// Returns the HTML row of a checkpoint, and a second row with its bar. A dash stands for what is not known or did not
+/// happen.
+///
+/// The cells are in the order of the heads in [`render_section`]: step, name, size, files, begin, time of writing,
+/// times from the last close until it was drained (in the backing) and durable (synced there), and state now.
 fn render_row(run: &Run, checkpoint: &MergedCheckpoint, run_seconds: f64) -> String {
     let present = run.checkpoints.get(&checkpoint.path);
     let time_since_close = |time: Option<f64>| match (time, checkpoint.closed) {

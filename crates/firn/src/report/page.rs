@@ -112,7 +112,7 @@ fn add_histogram(sum: &mut HistogramStatus, histogram: &HistogramStatus) {
     }
 }
 
-/// Returns the page as HTML. The records of the run say what each mount did.
+/// Returns the page as HTML, from the records of the run (what each mount did).
 pub fn render_page(run: &Run) -> String {
     let total = RunTotals::from_records(&run.records);
     let timelines = LAYOUTS.map(|layout| Timeline::new(&run.records, layout.bin_count()));
@@ -194,8 +194,8 @@ fn host_count(records: &[RunRecord]) -> u64 {
     hosts.len() as u64
 }
 
-/// Returns the section about problems, which comes first, or an empty text if there is none. Held bytes are in memory
-/// only.
+/// Returns the section about problems, or an empty text if there is none. A problem is what could not be read, data
+/// that was left in memory, failed writes, or entries that a record had no space for.
 fn render_problems(run: &Run, total: &RunTotals) -> String {
     let mut problems = run.failures.clone();
     if total.held_bytes > 0 && total.has_ended {
@@ -210,13 +210,13 @@ fn render_problems(run: &Run, total: &RunTotals) -> String {
             "{errors} to the backing failed and had to be retried: see the events below"
         ));
     }
-    let missing = run
+    let dropped_entries = run
         .records
         .iter()
         .fold(0u64, |sum, record| sum.saturating_add(record.forgotten));
-    if missing > 0 {
+    if dropped_entries > 0 {
         problems.push(format!(
-            "there were more checkpoints, files or events than a record holds: {missing} are missing"
+            "there were more checkpoints, files or events than a record holds: {dropped_entries} are missing"
         ));
     }
     if problems.is_empty() {
@@ -229,8 +229,8 @@ fn render_problems(run: &Run, total: &RunTotals) -> String {
     format!("<section class=\"problems\"><h2>Look at this first</h2><ul>{items}</ul></section>\n")
 }
 
-/// Returns the section with the most important figures, each on a card. Held bytes are in memory only, and should be 0
-/// at the end.
+/// Returns the section with the most important figures, each on a card. Bytes that are only in memory at the end of the
+/// mount are marked as bad.
 fn render_cards(total: &RunTotals) -> String {
     let mut html = String::from("<section class=\"cards\">");
     html += &render_writes_card("Written by programs", &total.ingest_write_bytes);
@@ -242,17 +242,17 @@ fn render_cards(total: &RunTotals) -> String {
         &["in write, close and fsync,", "sum of all programs"],
     );
     html += &render_saving_card(total);
-    let has_lost_data = total.held_bytes > 0 && total.has_ended;
-    let moment = if total.has_ended {
+    let has_undrained_rest = total.held_bytes > 0 && total.has_ended;
+    let when = if total.has_ended {
         "at the end of the mount"
     } else {
         "now"
     };
     html += &render_card(
-        if has_lost_data { BAD } else { NEUTRAL },
+        if has_undrained_rest { BAD } else { NEUTRAL },
         "Only in memory",
         &bytes(total.held_bytes),
-        &[moment],
+        &[when],
     );
     html + "</section>\n"
 }
@@ -299,8 +299,8 @@ fn render_card(class: &str, label: &str, value: &str, notes: &[&str]) -> String 
     )
 }
 
-/// Returns the section of the timeline, with a chart for each layout (wide and narrow screens). The page's style shows
-/// one of them. An arena is the memory of one mount.
+/// Returns the section of the timeline, with a chart for each layout (wide and narrow screens), of which the page's
+/// style shows one. The timelines differ only in the length of their time intervals.
 fn render_timeline(run: &Run, timelines: &[Timeline; 2]) -> String {
     let mut html = String::from(
         "<section><h2>Timeline</h2>\n<p class=\"legend\"><span><i class=\"key in\"></i>written by programs</span> \
@@ -362,7 +362,9 @@ fn is_problem(event: &EventRecord) -> bool {
 
 /// An event, and the host that recorded it.
 struct HostEvent<'a> {
+    /// Name of the host.
     host: &'a str,
+    /// The event.
     event: &'a EventRecord,
 }
 
@@ -504,9 +506,11 @@ fn render_meter_cell(class: &str, count: u64, max: u64) -> String {
 
 /// The times of one kind of call: a row of the table of calls.
 struct CallTimes<'a> {
+    /// Name of the calls.
     name: &'static str,
     /// Says more about the calls.
     about: &'static str,
+    /// Durations of the calls.
     times: &'a HistogramStatus,
 }
 
@@ -581,7 +585,8 @@ fn short_time(time: f64) -> String {
     }
 }
 
-/// Returns the section on saved time: the time that programs waited, beside what direct writes would have taken.
+/// Returns the section on saved time: the time that direct writes to the backing would have taken, minus the time that
+/// programs waited.
 fn render_saved(total: &RunTotals) -> String {
     let tag = |word: &str| format!(" <span class=\"tag\">{word}</span>");
     let (measured, inferred) = (tag("measured"), tag("inferred"));

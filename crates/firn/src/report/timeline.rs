@@ -70,11 +70,11 @@ impl Timeline {
     }
 }
 
-/// Distributes the buckets of a record (its sums for each time interval) to bins, the intervals of the common axis.
-/// Returns the bins. `start` is when the record began on the axis, in seconds.
+/// Returns the sums of a record for each bin (a time interval of the common axis), from its sums for each bucket (a
+/// time interval of the record). `start` is when the record began on the axis, in seconds.
 ///
-/// A bucket that overlaps several bins is divided in proportion to time. A bucket beyond the end counts in the last
-/// bin.
+/// A bucket that overlaps several bins is divided in proportion to time: with bins of 10 s, a bucket from 8 s to 12 s
+/// adds one half to the first bin and one half to the second. A bucket beyond the end counts in the last bin.
 fn distribute_buckets(
     record: &RunRecord,
     start: f64,
@@ -84,7 +84,7 @@ fn distribute_buckets(
     let mut bins = vec![Bucket::default(); bin_count];
     let bucket_seconds = record.bucket_seconds();
     let record_end = start + record.lasted_seconds;
-    let bin_at = |moment: f64| ((moment / bin_seconds) as usize).min(bin_count - 1);
+    let bin_at = |time: f64| ((time / bin_seconds) as usize).min(bin_count - 1);
     for (index, bucket) in record.buckets.iter().enumerate() {
         let begin = start + index as f64 * bucket_seconds;
         // The run may have ended in the middle of the last bucket.
@@ -93,7 +93,8 @@ fn distribute_buckets(
         let last_bin = bin_at(end).max(first_bin);
         let overlapped_bins = bins.iter_mut().enumerate();
         for (bin, sum) in overlapped_bins.take(last_bin + 1).skip(first_bin) {
-            // The shares are exactly 0 and 1 at the ends, so that rounding loses no part of the bucket.
+            // Both shares are the part of the bucket's time before an edge of the bin. They are exactly 0 and 1 at the
+            // ends, so that rounding loses no part of the bucket.
             let begin_share = if bin == first_bin {
                 0.0
             } else {

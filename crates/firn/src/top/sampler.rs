@@ -44,16 +44,16 @@ const MOUNTS_INTERVAL_MIN: Duration = Duration::from_secs(1);
 const CHECKPOINTS_INTERVAL_MIN: Duration = Duration::from_secs(5);
 /// Pause after a list of checkpoints, in multiples of the time that the list took. A list examines every file of the
 /// checkpoints, so the pause bounds its cost to about 0.5 % of the time.
-const PAUSE_PER_LIST_TIME: u32 = 200;
+const PAUSE_FACTOR: u32 = 200;
 
 /// What the command line asks the screen to show.
 #[derive(Clone, Debug)]
 pub struct TopRequest {
     /// Time between two samples of a mount.
     pub interval: Duration,
-    /// The directory whose checkpoints are shown. `None` means the mount that is chosen on the screen.
+    /// The directory with the checkpoints that are shown. `None` means the mount that is selected on the screen.
     pub directory: Option<PathBuf>,
-    /// The backing or the mount point of the job. `None` means the mount that is chosen on the screen.
+    /// The backing or the mount point of the job. `None` means the mount that is selected on the screen.
     pub job_path: Option<PathBuf>,
 }
 
@@ -64,7 +64,7 @@ struct LastAnswers {
     mounts: BTreeMap<PathBuf, MountSamples>,
     /// Why the mounts cannot be listed. `None` means that the last list succeeded.
     list_error: Option<String>,
-    /// Checkpoints of the chosen directory.
+    /// Checkpoints of the selected directory.
     checkpoints: Checkpoints,
     /// The last answer about the job. `None` means that none has arrived yet.
     job: Option<Result<Job, String>>,
@@ -95,7 +95,7 @@ struct UserSelection {
     shows_job: AtomicBool,
     /// Whether samples are paused.
     is_paused: AtomicBool,
-    /// Directory whose checkpoints are listed. `None` means that no directory is chosen yet.
+    /// Directory with the checkpoints that are listed. `None` means that no directory is selected yet.
     directory: Mutex<Option<PathBuf>>,
     /// The backing or the mount point of the job. `None` means this user's only mount.
     job_path: Mutex<Option<PathBuf>>,
@@ -154,9 +154,9 @@ impl Sampler {
 
     /// Publishes the user's selection on the screen to the threads.
     ///
-    /// A directory or job on the command line stays selected. Without one, the selected mount decides. If the selection
-    /// changes, the answers about the previous selection are deleted, and the screen shows that new answers are
-    /// awaited.
+    /// A directory or job on the command line stays selected. Without one, the selected mount or the shown job decides.
+    /// If the selection changes, the answers about the previous selection are deleted, and the screen waits for new
+    /// ones.
     pub fn publish_selection(&self, view: &View) {
         self.selection
             .shows_job
@@ -166,10 +166,10 @@ impl Sampler {
             .store(view.is_paused, Ordering::Relaxed);
         let selected_directory = match &view.job {
             Some(job) => job_directory(job, view),
-            None => self.chosen_mount_point(view),
+            None => self.selected_mount_point(view),
         };
-        // While mounts are shown, the selected mount decides which job the user would see next. While a job is shown,
-        // its path must not change.
+        // The key `j` shows the job of the selected mount, so that job is followed here. While a job is shown, or if
+        // the command line names one, the job stays.
         if view.job.is_none() && self.request.job_path.is_none() {
             self.select_next_job(selected_directory.clone());
         }
@@ -185,7 +185,7 @@ impl Sampler {
             *directory = selected_directory;
             // The lock of the answers is never taken while this one is held.
             drop(directory);
-            lock_ignoring_poison(&self.answers).checkpoints = Checkpoints::Asked;
+            lock_ignoring_poison(&self.answers).checkpoints = Checkpoints::Loading;
         }
     }
 
@@ -202,20 +202,21 @@ impl Sampler {
         }
     }
 
-    /// Returns the mount point that is chosen on the screen, or `None` if no mount is listed.
-    fn chosen_mount_point(&self, view: &View) -> Option<PathBuf> {
+    /// Returns the mount point that is selected on the screen, or `None` if no mount is listed.
+    fn selected_mount_point(&self, view: &View) -> Option<PathBuf> {
         let mounts = view.ordered_mounts();
-        let chosen_mount = mounts.get(view.upper_row)?;
+        let selected_mount = mounts.get(view.upper_row)?;
         let answers = lock_ignoring_poison(&self.answers);
         // The view has only the escaped mount point, from which the path cannot be derived.
         answers
             .mounts
             .keys()
-            .find(|path| text::path(path) == chosen_mount.mount_point)
+            .find(|path| text::path(path) == selected_mount.mount_point)
             .cloned()
     }
 
-    /// Copies the last answers into a view (what the screen shows), and updates the chosen rows. Waits for no answer.
+    /// Copies the last answers of all threads into a view (what the screen shows), and updates the selected rows. Does
+    /// not wait for new answers.
     pub fn copy_answers_to(&self, view: &mut View) {
         let answers = lock_ignoring_poison(&self.answers);
         view.mounts = answers
@@ -224,13 +225,17 @@ impl Sampler {
             .filter(|(_, samples)| !samples.is_unreachable)
             .map(|(path, samples)| samples.to_view(path))
             .collect();
-        view.unreachable_mounts = answers.mounts.len() - view.mounts.len();
+        view.unreachable_mounts = answers
+            .mounts
+            .values()
+            .filter(|samples| samples.is_unreachable)
+            .count();
         view.list_error = answers.list_error.clone();
-        if view.chosen_name.is_none()
+        if view.selected_name.is_none()
             && let Some(directory) = self.request.directory.as_ref()
         {
             let mount_point = mount_point_of(directory, &answers);
-            view.chosen_name = mount_point.map(text::path);
+            view.selected_name = mount_point.map(text::path);
         }
         view.checkpoints = answers.checkpoints.clone();
         if view.job.is_some() {
@@ -241,7 +246,7 @@ impl Sampler {
         }
         // The threads can store new answers while the rows are updated.
         drop(answers);
-        view.update_chosen_rows();
+        view.update_selected_rows();
     }
 }
 
@@ -311,6 +316,7 @@ fn job_directory(job: &JobView, view: &View) -> Option<PathBuf> {
 }
 
 /// What each thread works with: its own handle of the shared state.
+#[derive(Clone)]
 struct SamplerThread {
     /// The last answers.
     answers: Arc<Mutex<LastAnswers>>,
@@ -375,11 +381,12 @@ fn update_mount_threads(
     }
 }
 
-/// Starts the thread that asks firnd, the daemon of a mount, at intervals. The thread ends when the returned sender is
-/// dropped. Returns `None` if the thread cannot be started.
-fn start_mount_thread(thread: &SamplerThread, mount: &Mount) -> Option<Sender<()>> {
+/// Starts the thread that gets the status of one mount from firnd, its daemon, at intervals. The thread ends when the
+/// returned sender is dropped. Returns `None` if the thread cannot be started: the mount then has no status yet, and
+/// the next list of mounts leads to a new try.
+fn start_mount_thread(context: &SamplerThread, mount: &Mount) -> Option<Sender<()>> {
     let (stop_sender, stop_receiver) = mpsc::channel();
-    lock_ignoring_poison(&thread.answers).mounts.insert(
+    lock_ignoring_poison(&context.answers).mounts.insert(
         mount.mount_point.clone(),
         MountSamples {
             status: None,
@@ -389,15 +396,10 @@ fn start_mount_thread(thread: &SamplerThread, mount: &Mount) -> Option<Sender<()
             answered_at: Instant::now(),
         },
     );
-    let context = SamplerThread {
-        answers: Arc::clone(&thread.answers),
-        selection: Arc::clone(&thread.selection),
-        request: thread.request.clone(),
-        updates: thread.updates.clone(),
-    };
+    let thread_context = context.clone();
     let mount = mount.clone();
     std::thread::Builder::new()
-        .spawn(move || run_mount_thread(&context, &mount, &stop_receiver))
+        .spawn(move || run_mount_thread(&thread_context, &mount, &stop_receiver))
         .ok()?;
     Some(stop_sender)
 }
@@ -444,7 +446,7 @@ fn ask_status(
     Ok(status)
 }
 
-/// Lists the checkpoints of the chosen directory at intervals, until the screen is gone.
+/// Lists the checkpoints of the selected directory at intervals, until the screen is gone.
 fn run_checkpoints_thread(thread: &SamplerThread) {
     loop {
         let selected_directory = lock_ignoring_poison(&thread.selection.directory).clone();
@@ -468,9 +470,9 @@ fn run_checkpoints_thread(thread: &SamplerThread) {
             .request
             .interval
             .max(CHECKPOINTS_INTERVAL_MIN)
-            .max(list_time * PAUSE_PER_LIST_TIME);
+            .max(list_time * PAUSE_FACTOR);
         let pause_end = Instant::now() + pause;
-        // A change of the chosen directory ends the pause, so that the new directory is listed at once.
+        // A change of the selected directory ends the pause, so that the new directory is listed at once.
         while Instant::now() < pause_end && is_still_selected() {
             std::thread::sleep(SELECTION_CHECK_INTERVAL);
         }
@@ -499,8 +501,8 @@ fn list_checkpoints(directory: &Path) -> Checkpoints {
     }
 }
 
-/// Queries the chosen job (the hosts that share a backing) at intervals, while the screen shows a job and until the
-/// screen is gone. An answer is dropped if the user has chosen another job in the meantime.
+/// Queries the selected job (the hosts that share a backing) at intervals, while the screen shows a job and until the
+/// screen is gone. An answer is dropped if the user has selected another job in the meantime.
 fn run_job_thread(thread: &SamplerThread) {
     loop {
         if !thread.selection.shows_job.load(Ordering::Relaxed) || thread.is_paused() {

@@ -1,13 +1,13 @@
 //! Draws the screen of `firn top` from a view, which has all that is shown. The screen fits into 80 columns and 24
 //! lines. A larger terminal shows more rows and longer bars. A *lane* is one I/O server; its *token* is the lock that
-//! gives it one writing host.
+//! makes one host its only writer.
 //!
 //! ```text
 //!   firn top  node1  2 mounts                        one line
 //!   MOUNT …                                          a row for each mount, or for each host of the job
-//!   IN ▁▂▃ …          OUT ▁▂▃ …                      of the chosen mount, or of the whole job
-//!   CHECKPOINT … █▓░                                 what is left of the screen
-//!   LANE …                                           where there are several, or tokens
+//!   IN ▁▂▃ …          OUT ▁▂▃ …                      of the selected mount, or of the whole job
+//!   CHECKPOINT … █▓░                                 the remaining lines of the screen
+//!   LANE …                                           only with several lanes, or with tokens
 //!   q quit …                                         one line
 //! ```
 
@@ -39,15 +39,22 @@ const RATES_HEIGHT: u16 = 3;
 const CHECKPOINTS_HEIGHT_MIN: u16 = 2;
 /// Rows of the upper table (mounts or hosts) that leave space for the other parts on 24 lines.
 const UPPER_ROWS_MAX: usize = 6;
+/// Number of columns in the table of mounts that come from a status: all but the mount point and the state.
+const STATUS_COLUMNS: usize = 5;
 /// Maximum number of rows in the table of lanes.
 const LANE_ROWS_MAX: usize = 4;
+/// Widths of the columns in the table of checkpoints, in characters.
+const CHECKPOINT_NAME_WIDTH: usize = 18;
+const CHECKPOINT_STATE_WIDTH: usize = 14;
+const BYTES_WIDTH: usize = 10;
+const FILES_WIDTH: usize = 5;
 /// Minimum width of a checkpoint's bar in characters.
-const BAR_MIN: usize = 10;
-/// Maximum width of a last column, which takes the rest of a line. It is wider than the texts in it.
-const UNBOUNDED: usize = 200;
-/// Maximum number of lines about the trouble of the chosen mount.
+const BAR_WIDTH_MIN: usize = 10;
+/// Maximum width of a last column, which takes the rest of a line. Texts in it are shorter.
+const LAST_COLUMN_WIDTH_MAX: usize = 200;
+/// Maximum number of lines about the trouble of the selected mount.
 const TROUBLE_LINES_MAX: usize = 2;
-/// Maximum number of lines about the chosen host.
+/// Maximum number of lines about the selected host.
 const HOST_LINES_MAX: usize = 7;
 
 const DURABLE: char = '█';
@@ -84,7 +91,7 @@ impl Theme {
         self.coloured(Color::Yellow)
     }
 
-    fn chosen(self) -> Style {
+    fn selected(self) -> Style {
         Style::new().add_modifier(Modifier::REVERSED)
     }
 }
@@ -182,20 +189,20 @@ fn shown_objects(view: &View) -> String {
     }
 }
 
-/// Draws the table of mounts and, below it for the chosen mount: the sentences about its trouble, its rates, its
+/// Draws the table of mounts and, below it for the selected mount: the notes about its trouble, its rates, its
 /// checkpoints, and its lanes (I/O servers).
 fn draw_mounts(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme) {
     let mounts = view.ordered_mounts();
     let last_row = mounts.len().saturating_sub(1);
-    let Some(chosen_mount) = mounts.get(view.upper_row.min(last_row)) else {
+    let Some(selected_mount) = mounts.get(view.upper_row.min(last_row)) else {
         draw_no_mounts(frame, area, view.list_error.as_deref(), theme);
         return;
     };
-    let lanes = match chosen_mount.status.as_deref() {
+    let lanes = match selected_mount.status.as_deref() {
         Some(status) => lanes_with_reports(status),
         None => Vec::new(),
     };
-    let trouble = describe_trouble(chosen_mount);
+    let trouble = describe_trouble(selected_mount);
     let lane_table_height = match lanes.len().min(LANE_ROWS_MAX) {
         0 => 0,
         rows => HEAD_HEIGHT + rows as u16,
@@ -224,7 +231,7 @@ fn draw_mounts(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme) {
         })
         .collect();
     frame.render_widget(Paragraph::new(trouble_lines), trouble_area);
-    draw_rates(frame, rates_area, &chosen_mount.rates, theme);
+    draw_rates(frame, rates_area, &selected_mount.rates, theme);
     draw_checkpoints(frame, checkpoints_area, view, theme);
     draw_lanes(frame, lanes_area, &lanes, theme);
 }
@@ -241,7 +248,7 @@ fn draw_no_mounts(frame: &mut Frame<'_>, area: Rect, list_error: Option<&str>, t
     frame.render_widget(Paragraph::new(text).wrap(Wrap { trim: false }), area);
 }
 
-/// Draws the table of mounts. The chosen mount is marked. HELD is what is in memory only, and ARENA how full that
+/// Draws the table of mounts. The selected mount is marked. HELD is what is in memory only, and ARENA how full that
 /// memory is.
 fn draw_mount_table(
     frame: &mut Frame<'_>,
@@ -250,6 +257,7 @@ fn draw_mount_table(
     view: &View,
     theme: Theme,
 ) {
+    // Each column has its heading, its maximum width and its minimum width.
     let columns = [
         Column::new("MOUNT", 22, 14),
         Column::new("STATE", 7, 6),
@@ -257,7 +265,7 @@ fn draw_mount_table(
         Column::new("ARENA", 5, 5),
         Column::new("IN", 13, 12),
         Column::new("OUT", 13, 12),
-        Column::new("WAITS", UNBOUNDED, 9),
+        Column::new("WAITS", LAST_COLUMN_WIDTH_MAX, 9),
     ];
     let table = Table {
         columns: &columns,
@@ -267,12 +275,12 @@ fn draw_mount_table(
             .map(|mount| trouble_style(mount.trouble(), theme))
             .collect(),
         marked_row: Some(view.upper_row),
-        has_keys: view.pane == Pane::Upper,
+        has_focus: view.pane == Pane::Upper,
     };
     draw_table(frame, area, &table, theme);
 }
 
-/// Returns sentences about what is wrong with a mount and what its programs and lanes (I/O servers) wait for.
+/// Returns notes about what is wrong with a mount and what its programs and lanes (I/O servers) wait for.
 fn describe_trouble(mount: &MountView) -> Vec<String> {
     let mut lines = Vec::new();
     if let Some(silence) = &mount.silence {
@@ -296,8 +304,8 @@ fn describe_trouble(mount: &MountView) -> Vec<String> {
     lines
 }
 
-/// Returns the cells of a mount's row. A mount without a status yet, or with a firnd (its daemon) that does not answer,
-/// has dashes for figures that are not current.
+/// Returns the cells of a mount's row, in the order of the columns in [`draw_mount_table`]. A mount without a status
+/// yet, or with a firnd (its daemon) that does not answer, has dashes for figures that are not current.
 fn mount_row(mount: &MountView) -> Vec<String> {
     let Some(status) = mount.status.as_deref() else {
         let state = if mount.silence.is_some() {
@@ -306,8 +314,7 @@ fn mount_row(mount: &MountView) -> Vec<String> {
             "asked"
         };
         let mut row = vec![mount.mount_point.clone(), state.to_owned()];
-        // The other five columns come from the status.
-        row.extend(std::iter::repeat_with(unknown_value).take(5));
+        row.extend(std::iter::repeat_with(unknown_value).take(STATUS_COLUMNS));
         return row;
     };
     let (state, waits) = match &mount.silence {
@@ -363,6 +370,7 @@ struct Column {
 }
 
 impl Column {
+    /// Returns a column with its heading, its maximum width and its minimum width.
     const fn new(name: &'static str, max_width: usize, min_width: usize) -> Self {
         Self {
             name,
@@ -374,6 +382,7 @@ impl Column {
 
 /// A table with a head line.
 struct Table<'a> {
+    /// The columns, from left to right.
     columns: &'a [Column],
     /// The cells of each row, in the order of the columns.
     rows: Vec<Vec<String>>,
@@ -381,8 +390,8 @@ struct Table<'a> {
     styles: Vec<Style>,
     /// Index of the marked row. `None` means that no row is marked.
     marked_row: Option<usize>,
-    /// Whether the arrow keys move the mark.
-    has_keys: bool,
+    /// Whether the arrow keys move the mark of this table.
+    has_focus: bool,
 }
 
 /// Draws a table. If the area is too small for all rows, it shows those up to the marked one.
@@ -399,9 +408,10 @@ fn draw_table(frame: &mut Frame<'_>, area: Rect, table: &Table<'_>, theme: Theme
         let mut style = table.styles.get(index).copied().unwrap_or_default();
         // A single row needs no mark.
         if table.marked_row == Some(index) && table.rows.len() > 1 {
+            // Each row begins with a space, which the mark replaces.
             text.replace_range(..1, ">");
-            if table.has_keys {
-                style = style.patch(theme.chosen());
+            if table.has_focus {
+                style = style.patch(theme.selected());
             }
         }
         lines.push(Line::styled(text, style));
@@ -518,7 +528,7 @@ fn draw_rate_history(
 fn draw_checkpoints(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme) {
     let checkpoints = match &view.checkpoints {
         Checkpoints::Listed(checkpoints) => checkpoints,
-        Checkpoints::Asked => {
+        Checkpoints::Loading => {
             frame.render_widget(Line::raw(" searching for checkpoints"), area);
             return;
         }
@@ -536,7 +546,7 @@ fn draw_checkpoints(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme
     }
     let bar_width = bar_width(area.width);
     let head = format!(
-        " {:<18} {:<14} {:>10} {:>5} {:>10}",
+        " {:<CHECKPOINT_NAME_WIDTH$} {:<CHECKPOINT_STATE_WIDTH$} {:>BYTES_WIDTH$} {:>FILES_WIDTH$} {:>BYTES_WIDTH$}",
         "CHECKPOINT", "STATE", "SIZE", "FILES", "HELD"
     );
     let mut lines = vec![Line::styled(truncate(&head, area.width), theme.head())];
@@ -557,11 +567,11 @@ fn bar_width(width: u16) -> usize {
     const COLUMNS_WIDTH: usize = 63;
     (width as usize)
         .saturating_sub(COLUMNS_WIDTH + 1)
-        .max(BAR_MIN)
+        .max(BAR_WIDTH_MIN)
 }
 
-/// Returns the line of a checkpoint: its figures, and a bar of its durable (synced), drained (in the backing) and held
-/// (in memory only) parts. A checkpoint that is not whole (completely written) has the colour of a warning.
+/// Returns the line of a checkpoint: its figures, and a bar of its parts that are durable (synced), drained (in the
+/// backing) and held (in memory only). An incomplete checkpoint has the colour of a warning.
 fn checkpoint_line(
     checkpoint: &CheckpointEntry,
     bar_width: usize,
@@ -570,9 +580,9 @@ fn checkpoint_line(
 ) -> Line<'static> {
     let mark = if is_marked { '>' } else { ' ' };
     let figures = format!(
-        "{mark}{:<18} {:<14} {:>10} {:>5} {:>10} ",
-        truncate(&checkpoint.name.to_string(), 18),
-        truncate(&checkpoint.state, 14),
+        "{mark}{:<CHECKPOINT_NAME_WIDTH$} {:<CHECKPOINT_STATE_WIDTH$} {:>BYTES_WIDTH$} {:>FILES_WIDTH$} {:>BYTES_WIDTH$} ",
+        truncate(&checkpoint.name.to_string(), CHECKPOINT_NAME_WIDTH as u16),
+        truncate(&checkpoint.state, CHECKPOINT_STATE_WIDTH as u16),
         bytes(checkpoint.bytes),
         checkpoint.files,
         bytes(checkpoint.held_bytes),
@@ -582,11 +592,11 @@ fn checkpoint_line(
         Some(true) | None => Style::new(),
     };
     if is_marked {
-        style = style.patch(theme.chosen());
+        style = style.patch(theme.selected());
     }
     let cells = bar_cells(checkpoint, bar_width);
-    let bar_part = |sign: char, width: usize, colour| {
-        let text: String = std::iter::repeat_n(sign, width).collect();
+    let bar_part = |fill: char, width: usize, colour| {
+        let text: String = std::iter::repeat_n(fill, width).collect();
         Span::styled(text, theme.coloured(colour))
     };
     Line::from(vec![
@@ -600,8 +610,11 @@ fn checkpoint_line(
 /// Widths of the three parts of a checkpoint's bar, in characters.
 #[derive(Debug, PartialEq, Eq)]
 struct BarCells {
+    /// Characters for durable bytes (synced).
     durable: usize,
+    /// Characters for drained bytes (in the backing).
     drained: usize,
+    /// Characters for held bytes (in memory only).
     held: usize,
 }
 
@@ -649,7 +662,8 @@ fn lanes_with_reports(status: &Status) -> Vec<LaneReport> {
     lanes
 }
 
-/// Draws the table of lanes (I/O servers). A lane in trouble has the colour of an error.
+/// Draws the table of lanes (I/O servers). IN LINE is the number of files that wait to be drained to the lane, and
+/// TOKEN the state of its lock. A lane with a problem has the colour of an error.
 fn draw_lanes(frame: &mut Frame<'_>, area: Rect, lanes: &[LaneReport], theme: Theme) {
     if lanes.is_empty() {
         return;
@@ -661,37 +675,38 @@ fn draw_lanes(frame: &mut Frame<'_>, area: Rect, lanes: &[LaneReport], theme: Th
             Style::new()
         }
     };
+    // Each column has its heading, its maximum width and its minimum width.
     let columns = [
         Column::new("LANE", 6, 4),
         Column::new("STATE", 6, 5),
         Column::new("HELD", 11, 10),
         Column::new("IN LINE", 9, 9),
         Column::new("WRITERS", 7, 7),
-        Column::new("TOKEN", UNBOUNDED, 20),
+        Column::new("TOKEN", LAST_COLUMN_WIDTH_MAX, 20),
     ];
     let table = Table {
         columns: &columns,
         rows: lanes.iter().map(lane_row).collect(),
         styles: lanes.iter().map(lane_style).collect(),
         marked_row: None,
-        has_keys: false,
+        has_focus: false,
     };
     draw_table(frame, area, &table, theme);
 }
 
-/// Returns the cells of the row of a lane (an I/O server). The last cell tells about its token, the lock that gives the
-/// lane one writing host.
+/// Returns the cells of the row of a lane (an I/O server). The last cell describes its token, the lock that makes one
+/// host the only writer of the lane.
 fn lane_row(lane: &LaneReport) -> Vec<String> {
-    let mut token = match (lane.token, &lane.token_holder) {
+    let mut token_text = match (lane.token, &lane.token_holder) {
         (Some(state), Some(holder)) => format!("{}, {} has it", state.as_str(), printable(holder)),
         (Some(state), None) => state.as_str().to_owned(),
         (None, _) => "-".to_owned(),
     };
     if let Some(state_seconds) = lane.token_seconds {
-        token += &format!(" for {}", seconds(state_seconds));
+        token_text += &format!(" for {}", seconds(state_seconds));
     }
     if let Some(retry_seconds) = lane.retry_seconds {
-        token += &format!("; tried again in {}", seconds(retry_seconds));
+        token_text += &format!("; tried again in {}", seconds(retry_seconds));
     }
     vec![
         lane.lane.to_string(),
@@ -699,66 +714,72 @@ fn lane_row(lane: &LaneReport) -> Vec<String> {
         bytes(lane.held_bytes),
         count(lane.queued_files, "file"),
         lane.writers.to_string(),
-        token,
+        token_text,
     ]
 }
 
-/// Draws the sums of a job (the hosts that share a backing), the table of its hosts, the advice for the chosen host,
-/// and the checkpoints. Without the answer of the job, it draws only a message.
+/// Draws a job (the hosts that share a backing). Before it is loaded, or if that fails, draws only a message.
 fn draw_job(frame: &mut Frame<'_>, area: Rect, view: &View, job: &JobView, theme: Theme) {
-    let answered_job = match &job.answer {
-        Some(Ok(answered_job)) => answered_job,
+    match &job.answer {
+        Some(Ok(loaded_job)) => draw_loaded_job(frame, area, view, loaded_job, &job.rates, theme),
         Some(Err(reason)) => {
             let lines =
                 Paragraph::new(format!("\n {}", printable(reason))).wrap(Wrap { trim: false });
             frame.render_widget(lines.style(theme.error()), area);
-            return;
         }
-        None => {
-            frame.render_widget(Line::raw(" searching for hosts"), area);
-            return;
-        }
-    };
+        None => frame.render_widget(Line::raw(" searching for hosts"), area),
+    }
+}
+
+/// Draws the sums of a job, its rates, the table of its hosts, the notes on the selected host, and the checkpoints.
+fn draw_loaded_job(
+    frame: &mut Frame<'_>,
+    area: Rect,
+    view: &View,
+    job: &Job,
+    rates: &Rates,
+    theme: Theme,
+) {
     let hosts = view.hosts();
     let last_row = hosts.len().saturating_sub(1);
-    let sentences = match hosts.get(view.upper_row.min(last_row)) {
-        Some(chosen_host) => describe_host(chosen_host, answered_job),
-        None => answered_job.notes.clone(),
+    let notes = match hosts.get(view.upper_row.min(last_row)) {
+        Some(selected_host) => describe_host(selected_host, job),
+        None => job.notes.clone(),
     };
-    let sentences_height = estimate_wrapped_height(&sentences, area.width);
+    let notes_height = estimate_wrapped_height(&notes, area.width);
     let [
         totals_area,
         rates_area,
         table_area,
-        sentences_area,
+        notes_area,
         checkpoints_area,
     ] = Layout::vertical([
         Constraint::Length(2),
         Constraint::Length(RATES_HEIGHT),
         Constraint::Length(HEAD_HEIGHT + hosts.len().clamp(1, UPPER_ROWS_MAX) as u16),
-        Constraint::Max(sentences_height.min(HOST_LINES_MAX) as u16),
+        Constraint::Max(notes_height.min(HOST_LINES_MAX) as u16),
         Constraint::Min(CHECKPOINTS_HEIGHT_MIN),
     ])
     .areas(area);
-    draw_job_totals(frame, totals_area, answered_job, theme);
-    draw_rates(frame, rates_area, &job.rates, theme);
+    draw_job_totals(frame, totals_area, job, theme);
+    draw_rates(frame, rates_area, rates, theme);
     draw_host_table(frame, table_area, &hosts, view, theme);
-    let sentence_lines: Vec<Line<'_>> = sentences
+    let note_lines: Vec<Line<'_>> = notes
         .iter()
-        .map(|sentence| Line::raw(format!(" {}", printable(sentence))))
+        .map(|note| Line::raw(format!(" {}", printable(note))))
         .collect();
-    let paragraph = Paragraph::new(sentence_lines).wrap(Wrap { trim: false });
-    frame.render_widget(paragraph, sentences_area);
+    let paragraph = Paragraph::new(note_lines).wrap(Wrap { trim: false });
+    frame.render_widget(paragraph, notes_area);
     draw_checkpoints(frame, checkpoints_area, view, theme);
 }
 
-/// Returns an estimate of the lines that wrapped sentences take. Lines end between words, so the estimate reckons with
+/// Returns an estimate of the lines that wrapped notes take. Lines end between words, so the estimate reckons with
 /// two characters less than the width.
-fn estimate_wrapped_height(sentences: &[String], width: u16) -> usize {
+fn estimate_wrapped_height(notes: &[String], width: u16) -> usize {
     let text_width = width as usize - 2;
-    sentences
+    notes
         .iter()
-        .map(|sentence| sentence.chars().count() / text_width + 1)
+        .map(|note| note.chars().count() / text_width + 1)
         .sum()
 }
 
@@ -771,7 +792,7 @@ fn draw_host_table(frame: &mut Frame<'_>, area: Rect, hosts: &[&Host], view: &Vi
         Column::new("HELD", 11, 10),
         Column::new("IN", 13, 12),
         Column::new("OUT", 13, 12),
-        Column::new("WAITS", UNBOUNDED, 9),
+        Column::new("WAITS", LAST_COLUMN_WIDTH_MAX, 9),
     ];
     let table = Table {
         columns: &columns,
@@ -781,7 +802,7 @@ fn draw_host_table(frame: &mut Frame<'_>, area: Rect, hosts: &[&Host], view: &Vi
             .map(|host| trouble_style(host.trouble(), theme))
             .collect(),
         marked_row: Some(view.upper_row),
-        has_keys: view.pane == Pane::Upper,
+        has_focus: view.pane == Pane::Upper,
     };
     draw_table(frame, area, &table, theme);
 }
@@ -847,22 +868,22 @@ fn host_row(host: &Host) -> Vec<String> {
     ]
 }
 
-/// Returns sentences about a host: why it counts as dead or silent, what the user can do, and where its options differ
+/// Returns notes about a host: why it counts as dead or silent, what the user can do, and where its options differ
 /// from those of the other hosts. The notes about the whole job follow.
 fn describe_host(host: &Host, job: &Job) -> Vec<String> {
     let name = &host.name;
-    let mut sentences = Vec::new();
+    let mut notes = Vec::new();
     if host.state != Life::Alive {
-        sentences.push(format!("{name}: {}", host.evidence));
+        notes.push(format!("{name}: {}", host.evidence));
     }
     for advice in &host.advice {
-        sentences.push(format!("→ {advice}"));
+        notes.push(format!("→ {advice}"));
     }
     for difference in &host.differences {
-        sentences.push(format!("{name} differs: {difference}"));
+        notes.push(format!("{name} differs: {difference}"));
     }
-    sentences.extend(job.notes.iter().cloned());
-    sentences
+    notes.extend(job.notes.iter().cloned());
+    notes
 }
 
 /// Returns `text`, cut to `width` characters if it is longer.

@@ -37,7 +37,7 @@ fn terminal_failure(error: std::io::Error) -> Failure {
 }
 
 /// Returns a view without answers.
-fn unanswered_view(request: &TopRequest, shows_job: bool, has_colour: bool) -> View {
+fn loading_view(request: &TopRequest, shows_job: bool, has_colour: bool) -> View {
     View {
         host: crate::text::own_host_name(),
         interval_s: request.interval.as_secs_f64(),
@@ -85,7 +85,7 @@ pub fn show_screen(request: TopRequest, shows_job: bool, has_colour: bool) -> Re
     let sampler = Sampler::start(request.clone(), shows_job, &updates).map_err(terminal_failure)?;
     // The sampler has its own senders. The update thread ends with the last of them.
     drop(updates);
-    let mut view = unanswered_view(&request, shows_job, has_colour);
+    let mut view = loading_view(&request, shows_job, has_colour);
     // `try_init` installs a panic hook that restores the terminal before the panic's message is printed.
     let mut terminal = ratatui::try_init().map_err(terminal_failure)?;
     let result = start_key_thread(event_sender).and_then(|()| {
@@ -193,7 +193,7 @@ fn apply_key(view: &mut View, key: KeyEvent) {
             };
             view.upper_row = 0;
             view.lower_row = 0;
-            view.chosen_name = None;
+            view.selected_name = None;
         }
         KeyCode::Char('?' | 'h') => view.shows_help = !view.shows_help,
         KeyCode::Esc => view.shows_help = false,
@@ -203,7 +203,7 @@ fn apply_key(view: &mut View, key: KeyEvent) {
 
 /// Returns one screen as text for `--once`.
 ///
-/// The text is made when everything that is shown has answered, or at the timeout. Returns a failure if the user
+/// The text is made when everything on the screen is loaded, or at the timeout. Returns a failure if the user
 /// asked for a directory that is on no mount.
 pub fn render_once(
     request: TopRequest,
@@ -211,7 +211,7 @@ pub fn render_once(
     size: (u16, u16),
 ) -> Result<String, Failure> {
     let (update_sender, update_receiver) = mpsc::channel();
-    let mut view = unanswered_view(&request, shows_job, false);
+    let mut view = loading_view(&request, shows_job, false);
     let directory = request.directory.clone();
     let sampler = Sampler::start(request, shows_job, &update_sender).map_err(terminal_failure)?;
     // Only the sampler's threads hold senders now, so the receiver notices if all of them have ended.
@@ -224,7 +224,7 @@ pub fn render_once(
         }
         sampler.copy_answers_to(&mut view);
         sampler.publish_selection(&view);
-        if is_answered(&view) {
+        if is_loaded(&view) {
             break;
         }
     }
@@ -250,17 +250,17 @@ fn is_mounted(path: &Path, view: &View) -> bool {
         .any(|mount| path.starts_with(&mount.mount_point))
 }
 
-/// Returns whether everything that a view (the content of the screen) shows has answered, or cannot be asked: all
-/// mounts, the list of checkpoints, and the job if one is shown.
-fn is_answered(view: &View) -> bool {
-    let have_mounts_answered = view
+/// Returns whether everything in a view (the content of the screen) is loaded, or has failed to load: all mounts, the
+/// list of checkpoints, and the job if one is shown.
+fn is_loaded(view: &View) -> bool {
+    let are_mounts_loaded = view
         .mounts
         .iter()
         .all(|mount| mount.status.is_some() || mount.silence.is_some());
-    if !have_mounts_answered {
+    if !are_mounts_loaded {
         return false;
     }
-    let are_checkpoints_listed = !matches!(view.checkpoints, Checkpoints::Asked);
+    let are_checkpoints_listed = !matches!(view.checkpoints, Checkpoints::Loading);
     let Some(job) = &view.job else {
         return are_checkpoints_listed || view.mounts.is_empty();
     };
@@ -420,8 +420,8 @@ mod tests {
             .collect();
         assert_eq!(order, ["/scratch/other", "/failing", "/ckpt"]);
         compare("trouble", &view, (80, 24));
-        view.chosen_name = Some("/failing".into());
-        view.update_chosen_rows();
+        view.selected_name = Some("/failing".into());
+        view.update_selected_rows();
         view.is_paused = true;
         view.pane = Pane::Lower;
         view.lower_row = 3;

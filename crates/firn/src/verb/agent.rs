@@ -163,19 +163,19 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     end_on_signals(agent.remover())?;
     output::print_message(&format!("agent: {}", server::greeting(&agent)));
     agent.start_partner_search()?;
-    // It returns only with an error.
+    // `serve` returns only with an error, so its success type has no value, and the match has no arm.
     match agent.serve()? {}
 }
 
 /// Serves one puller (`firn pull` on another host) over standard input and output until it closes them. `hold_max` is
-/// how many bytes of the arena, the mount's memory, are held for it at once.
+/// the maximum number of bytes in the mount's memory that stay there for the puller until it has read them.
 fn serve_pipes(hold_max: Option<u64>, log: &Log) -> Result<u8, Failure> {
-    let failure =
+    let to_failure =
         |error: std::io::Error| Failure::new(FAILED, format!("standard input and output: {error}"));
     let stdin = std::io::stdin();
-    let input = stdin.as_fd().try_clone_to_owned().map_err(failure)?;
+    let input = stdin.as_fd().try_clone_to_owned().map_err(to_failure)?;
     let stdout = std::io::stdout();
-    let output = stdout.as_fd().try_clone_to_owned().map_err(failure)?;
+    let output = stdout.as_fd().try_clone_to_owned().map_err(to_failure)?;
     match server::serve_pipes(input, output, hold_max, log) {
         Ok(()) => Ok(DONE),
         Err(error) => Err(Failure::new(

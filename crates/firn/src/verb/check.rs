@@ -3,7 +3,8 @@
 //! Terms
 //! * The *arena* of a mount is a file in shared memory with data that the backing lacks.
 //! * With layout=log, the backing has *logs* of the writes to a file, until they are flattened into a plain file.
-//! * An *orphan* is a file in a lane without a name, a name without a file, or a log without a file.
+//! * An *orphan* is one of three: a file on a lane without a name in the backing, a name without its file, or a log
+//!   without its file.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -15,9 +16,9 @@ use firn_protocol::path::BytePath;
 use serde::Serialize;
 
 use super::mount::{options_list_arg, resolve_options};
-use crate::failure::{DONE, FAILED, Failure, NOT_FIRN};
+use crate::failure::{DONE, FAILED, Failure, NO_MOUNT};
 use crate::output::{self, Paint};
-use crate::text::{bytes, count, name, path as path_text};
+use crate::text::{bytes, count, escaped, path as path_text};
 use crate::verb::Verb;
 
 pub const VERB: Verb = Verb {
@@ -161,8 +162,10 @@ fn print_reports(reports: &Reports, as_json: bool) -> Result<u8, Failure> {
     Ok(DONE)
 }
 
-/// Returns the failure for a damaged arena (the file in memory with a mount's data), with advice. The exit status
-/// distinguishes damage from a spill file (the arena's extension on disk) that another user could have made.
+/// Returns the failure for a damaged arena (the file in memory with a mount's data), with advice.
+///
+/// If another user could have made its spill file (the arena's extension on disk), the exit status is [`NO_MOUNT`],
+/// because the file then need not be Firn's.
 fn damaged_arena_failure(report: &CheckReport) -> Failure {
     let places = count(report.damage.len() as u64, "damaged place");
     let backing = report
@@ -170,7 +173,7 @@ fn damaged_arena_failure(report: &CheckReport) -> Failure {
         .as_ref()
         .map_or("BACKING".to_owned(), BytePath::to_string);
     let (exit_status, advice) = match report.spill_distrust() {
-        Some(distrust_reason) => (NOT_FIRN, distrust_reason),
+        Some(distrust_reason) => (NO_MOUNT, distrust_reason),
         None => (
             FAILED,
             format!("`firn recover {backing}` recovers the rest"),
@@ -188,8 +191,8 @@ fn count_damaged_places(logs: &LogsReport) -> u64 {
     damaged_places.count() as u64
 }
 
-/// Returns the result for logs as text. A container has the logs of one file, from its opening to their copy into the
-/// plain file.
+/// Returns the result for the logs of a backing as text. A container is a directory with logs of one file. It exists
+/// until the logs are copied into the plain file.
 fn format_logs_report(logs: &LogsReport, paint: Paint) -> String {
     let verdict = match count_damaged_places(logs) {
         0 => paint.healthy("sound"),
@@ -206,7 +209,7 @@ fn format_logs_report(logs: &LogsReport, paint: Paint) -> String {
         } else {
             "damage"
         };
-        let _ = writeln!(text, "  {label:<8} {}", name(&finding.message));
+        let _ = writeln!(text, "  {label:<8} {}", escaped(&finding.message));
     }
     text
 }
@@ -222,8 +225,10 @@ fn find_backing(path: &Path) -> Option<PathBuf> {
     }
 }
 
-/// Reports orphans: files of lanes (I/O servers) without a name, names without a file, and logs without a file. With
-/// `--repair` it also removes those that are safe to remove. Fails if any remains.
+/// Reports orphans, and with `--repair` removes those that are safe to remove. Fails if any remains.
+///
+/// An orphan is a file on a lane (an I/O server) without a name in the backing, a name without its file, or a log
+/// without its file.
 fn check_orphans(backing: &Path, matches: &ArgMatches) -> Result<u8, Failure> {
     let options = resolve_options(matches)?.options;
     let repair = matches.get_flag("repair");
@@ -273,7 +278,7 @@ fn find_arena(path: &Path, matches: &ArgMatches) -> Result<PathBuf, Failure> {
         Err(_) => {
             let backing = path.canonicalize().map_err(|error| {
                 Failure::new(
-                    NOT_FIRN,
+                    NO_MOUNT,
                     format!(
                         "{}: {error}; name an arena, a backing or a mount point",
                         path_text(path)
@@ -290,7 +295,7 @@ fn find_arena(path: &Path, matches: &ArgMatches) -> Result<PathBuf, Failure> {
     let path = path_text(path);
     let arena = path_text(&arena);
     Err(Failure::new(
-        NOT_FIRN,
+        NO_MOUNT,
         format!(
             "{path} has no arena (looked for {arena}), so no data is held for it; if it was mounted with --arena-dir, use the same --arena-dir"
         ),
@@ -314,11 +319,11 @@ pub fn format_damage(damage: &Damage) -> String {
     } else {
         format!(", {}", damage.place)
     };
-    format!("{}{place}: {}", damage.part, name(&damage.message))
+    format!("{}{place}: {}", damage.part, escaped(&damage.message))
 }
 
-/// Returns the result for an arena (the file in memory with a mount's data) as text: its size, its held bytes in pieces
-/// (recorded appends), its journal (the record of names) and its damage. The epoch counts the firnds that opened it.
+/// Returns the result for an arena (the file in memory with a mount's data) as text: its size, its held bytes (not in
+/// the backing), its journal (the record of names) and its damage. The epoch is how often a firnd has opened it.
 fn format_arena_report(report: &CheckReport, paint: Paint) -> String {
     let verdict = if report.damage.is_empty() {
         paint.healthy("sound")

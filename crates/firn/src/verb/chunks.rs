@@ -3,7 +3,7 @@
 //! Terms
 //! * A *chunk* is a unit of the arena, the shared memory with data that is not in the backing yet.
 //! * The *spill file* is a file on a local disk, to which data moves when memory is short.
-//! * A *piece* is a range of the file with all of its bytes in one place.
+//! * A *piece* (extent) is a range of the file with all of its bytes in one place.
 
 use std::path::PathBuf;
 
@@ -68,7 +68,8 @@ struct ChunkList {
     pieces: Vec<ChunkPiece>,
 }
 
-/// Prints the pieces of a file: the ranges with their bytes in one place. Fails if the whole file is in the backing.
+/// Prints the pieces (extents) of a file: the ranges with all of their bytes in one place. Fails if the whole file is
+/// in the backing. With `--json` it prints them even then.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = ChunksArgs::from_arg_matches(matches)?;
     let (location, mut connection) = connect(&args.path)?;
@@ -97,8 +98,8 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     Ok(DONE)
 }
 
-/// Returns a table with a row for each piece of the file, a range with its bytes in one place. The last column is the
-/// offset at that place.
+/// Returns a table with a row for each piece (extent) of the file, a range with all of its bytes in one place. OFFSET
+/// is its offset in the file, WHERE the place, and AT its offset in that place.
 fn format_pieces(pieces: &[ChunkPiece], paint: Paint) -> String {
     let head = format!(
         "{:>16} {:>14} {:<11} {:>8} {:>16}",
@@ -110,12 +111,12 @@ fn format_pieces(pieces: &[ChunkPiece], paint: Paint) -> String {
             Some(chunk) => chunk.to_string(),
             None => "-".to_owned(),
         };
-        let position = match piece.place {
+        let offset_in_place = match piece.place {
             Place::Hole => "-".to_owned(),
             _ => piece.at.to_string(),
         };
         table += &format!(
-            "{:>16} {:>14} {:<11} {chunk:>8} {position:>16}\n",
+            "{:>16} {:>14} {:<11} {chunk:>8} {offset_in_place:>16}\n",
             piece.offset,
             piece.bytes,
             piece.place.as_str()

@@ -98,7 +98,7 @@ fn option_lines(resolved: &Resolved) -> Vec<OptionLine> {
     lines
 }
 
-/// Returns the lines as text. Options that differ from their defaults are bold.
+/// Returns the lines as text. Options that are set somewhere are bold, even if they are set to their defaults.
 fn format_lines(lines: &[OptionLine], paint: Paint) -> String {
     let name_width = lines.iter().map(|line| line.name.len()).max().unwrap_or(0);
     let value_width = lines

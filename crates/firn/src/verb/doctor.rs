@@ -84,14 +84,15 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         return run_single_check(matches, name);
     }
     let timeout_ms = *matches.get_one::<u64>("timeout").expect("it has a default");
-    // Each child gets the same command line, so that its check sees the same options. After the verb, which is the
-    // first argument, come `--only` and the name of the check.
+    // The arguments of a child are: the verb, `--only`, the name of the check, and the options of this command line.
+    // So its check sees the same options. The name is inserted for each child.
+    const CHECK_NAME_INDEX: usize = 2;
     let mut arguments: Vec<_> = std::env::args_os().skip(1).collect();
     arguments.insert(1, format!("--{ONLY}").into());
     let examination = examine(&ExaminationRequest {
         has_backing: matches.contains_id("backing"),
         arguments,
-        name_index: 2,
+        name_index: CHECK_NAME_INDEX,
         timeout: Duration::from_millis(timeout_ms),
     });
     if matches.get_flag("json") {

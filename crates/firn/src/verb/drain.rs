@@ -60,6 +60,7 @@ struct DrainArgs {
 /// The undrained data at the start of a drain, as JSON.
 #[derive(Serialize)]
 struct DrainStarted {
+    /// The mount point.
     mount_point: BytePath,
     /// Path below the mount point. An empty path means the whole mount.
     path: BytePath,
@@ -69,8 +70,8 @@ struct DrainStarted {
     held_bytes: u64,
 }
 
-/// Starts the drain, which writes data from memory to the backing, and reports what was undrained at its start. With
-/// `--wait` it waits for the end instead.
+/// Starts the drain, which writes held data (in memory only) to the backing, and reports what was held at its start.
+/// With `--wait` it waits for the end instead.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = DrainArgs::from_arg_matches(matches)?;
     if args.wait {

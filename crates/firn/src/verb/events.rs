@@ -15,7 +15,7 @@ use firn_client::paths::RuntimeFiles;
 use firn_client::{ClientError, Mount};
 use serde_json::Value;
 
-use crate::failure::{DONE, FAILED, Failure, NOT_FIRN};
+use crate::failure::{DONE, FAILED, Failure, NO_MOUNT};
 use crate::output;
 use crate::text;
 use crate::verb::Verb;
@@ -98,8 +98,8 @@ fn print_by_time(mut events: Vec<Value>) -> Result<(), Failure> {
     events.iter().try_for_each(output::print_json_line)
 }
 
-/// Returns the reader of the events of the mount on which `path` is, or of the last mount of the backing `path`. Fails
-/// if neither has events on this host.
+/// Returns the reader of a mount's events. If `path` is on a mount, it is that mount. Otherwise `path` is a backing,
+/// and the mount is its last one on this host. Fails if that has left no events.
 fn reader_for_path(path: &Path) -> Result<EventReader, Failure> {
     match firn_client::find(path) {
         Ok(location) => return Ok(EventReader::for_mount(&location.mount)),
@@ -115,7 +115,7 @@ fn reader_for_path(path: &Path) -> Result<EventReader, Failure> {
         let text = format!(
             "{shown_path} is not mounted, and no events of an earlier mount are kept on this host"
         );
-        return Err(Failure::new(NOT_FIRN, text));
+        return Err(Failure::new(NO_MOUNT, text));
     }
     let own_uid = rustix::process::geteuid().as_raw();
     Ok(EventReader::new(event_file, own_uid))
@@ -203,7 +203,8 @@ impl EventReader {
         };
         loop {
             let remaining_bytes = LINE_BYTES_MAX.saturating_sub(self.partial_line.len() as u64);
-            // A line of this length is given up, so that it does not fill the memory.
+            // If the line is too long, the read below gets no byte, and the line is dropped, so that it does not fill
+            // the memory. The rest of the line is then read as a line of its own.
             let is_too_long = remaining_bytes == 0;
             let read_len = file
                 .by_ref()

@@ -13,8 +13,8 @@ pub const VERB: Verb = Verb {
     name: "evict",
     about: "Free the memory of files that are drained",
     long: "With drain=demand, drained files stay in memory, so that they can be read again, until their space \
-               is needed. Data that is not drained is never evicted: run `firn drain --wait` first. Neither \
-               is data that a program reads through a chunk list.",
+           is needed. Data that is not drained is never evicted: run `firn drain --wait` first. Neither \
+           is data that a program reads through a chunk list.",
     examples: &[
         (
             "firn evict /ckpt/step_100",
@@ -47,7 +47,7 @@ struct EvictArgs {
 struct EvictResult {
     /// Bytes of memory freed.
     freed_bytes: u64,
-    /// Bytes that remain in memory: they are not drained, or a chunk list of a program contains them.
+    /// Bytes that remain in memory: they are not drained, or a program reads them through a chunk list of libfirn.
     held_bytes: u64,
 }
 

@@ -12,7 +12,7 @@ use firn_protocol::Request;
 use rustix::io::Errno;
 
 use super::mount::{options_list_arg, resolve_options};
-use crate::failure::{DONE, Failure, NOT_FIRN, PARTLY, USAGE};
+use crate::failure::{DONE, Failure, NO_MOUNT, PARTLY, USAGE};
 use crate::output;
 use crate::progress::ProgressMeter;
 use crate::text::path as path_text;
@@ -176,7 +176,7 @@ fn relative_to_backing(backing: &Path, path: &Path) -> Result<PathBuf, Failure> 
     let shown_backing = path_text(backing);
     let canonical_backing = backing
         .canonicalize()
-        .map_err(|error| Failure::new(NOT_FIRN, format!("{shown_backing}: {error}")))?;
+        .map_err(|error| Failure::new(NO_MOUNT, format!("{shown_backing}: {error}")))?;
     let relative_path = path
         .strip_prefix(backing)
         .or_else(|_| path.strip_prefix(&canonical_backing));

@@ -1,7 +1,8 @@
-//! `firn history` and `firn latest`: the checkpoints of a directory, and the newest whole one.
+//! `firn history` and `firn latest`: the checkpoints of a directory, and the newest complete one.
 //!
-//! A checkpoint is a directory or a file with a step in its name, such as `step_100`. It is *whole* if it has files,
-//! all were closed, and no open transaction may have changed it. Its *level* says what its data survives.
+//! A checkpoint is a directory or a file with a step in its name, such as `step_100`. It is complete (the users' word
+//! is *whole*) if it has files, all were closed, and no open transaction may have changed it. Its durability *level*
+//! says where its data is: in memory only, in the backing, or synced there.
 
 use std::ffi::OsStr;
 use std::io::{self, IsTerminal, Write};
@@ -104,7 +105,7 @@ pub struct CheckpointEntry {
     pub durable_bytes: u64,
     /// Number of its files.
     pub files: u64,
-    /// Whether the checkpoint is whole. `None` means that this is unknown.
+    /// Whether the checkpoint is complete. `None` means that this is unknown.
     pub whole: Option<bool>,
     /// The word `whole`, or the word for why the checkpoint is not whole.
     pub state: String,
@@ -119,8 +120,8 @@ pub struct CheckpointEntry {
 impl CheckpointEntry {
     /// Returns the entry of a checkpoint, or `None` if its name has no step (number).
     ///
-    /// `memory_host` is the host with the data in its memory that the backing lacks. The entry names it only if the
-    /// level of the checkpoint (what its data survives) is below logged.
+    /// `memory_host` is the name of this host if the directory is on a mount. The entry has it only if the durability
+    /// level of the checkpoint is below `Logged`, so that some of its data may be in the memory of this host.
     fn from_checkpoint(
         directory: &Directory,
         checkpoint: &Checkpoint,
@@ -129,10 +130,11 @@ impl CheckpointEntry {
         let is_in_memory = checkpoint
             .level
             .is_some_and(|level| level < DurabilityLevel::Logged);
+        let step = checkpoint.step?;
         Some(Self {
             name: Path::new(&checkpoint.name).into(),
             path: directory.path().join(&checkpoint.name).into(),
-            step: checkpoint.step?,
+            step,
             bytes: checkpoint.bytes,
             held_bytes: checkpoint.held_bytes,
             durable_bytes: checkpoint.durable_bytes,
@@ -211,8 +213,8 @@ const COLUMN_NAMES: [&str; 8] = [
 /// A cell for each column.
 type TableRow = [String; COLUMN_NAMES.len()];
 
-/// Returns a table of the checkpoints. The name of one that is not whole (completely written) has the colour of a
-/// warning. Without checkpoints the text is empty.
+/// Returns a table of the checkpoints. The name of an incomplete checkpoint has the colour of a warning. Without
+/// checkpoints the text is empty.
 fn format_entries(entries: &[CheckpointEntry], paint: Paint) -> String {
     if entries.is_empty() {
         return String::new();
@@ -246,30 +248,36 @@ fn entry_row(entry: &CheckpointEntry) -> TableRow {
         entry.state.clone(),
         level.to_owned(),
         text::seconds(entry.age_seconds),
-        text::name(entry.host.as_deref().unwrap_or("-")),
+        text::escaped(entry.host.as_deref().unwrap_or("-")),
         entry.name.to_string(),
     ]
+}
+
+/// Prints a warning about a directory that is not mounted. Fails if an earlier mount has left its arena (the file in
+/// memory with data that is not in the backing): the newest checkpoint may be there, so an older one from the backing
+/// would be the wrong answer.
+fn check_unmounted_directory(directory: &Directory) -> Result<(), Failure> {
+    if let Some(arena) = directory.find_left_arena() {
+        let text = missing_data_warning(directory, &arena);
+        return Err(Failure::new(FAILED, text));
+    }
+    let shown_directory = text::path(directory.path());
+    output::print_message(&format!(
+        "{shown_directory} is not mounted: it is unknown whether the files of its checkpoints were closed"
+    ));
+    Ok(())
 }
 
 /// Prints the path of the newest usable checkpoint, from which a job can resume. Fails if none is usable.
 ///
 /// In an unmounted backing it is unknown whether files were closed, so there any checkpoint with a file counts. Fails
-/// if an arena, the file with data in memory, is left of an earlier mount.
+/// if an earlier mount of that backing has left its arena (the file in memory with data that is not in the backing).
 fn run_latest(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = LatestArgs::from_arg_matches(matches)?;
     let directory = Directory::find(&args.dir)?;
     let shown_directory = text::path(directory.path());
     if !directory.is_mounted() {
-        // The newest checkpoint may be in that arena, so an older one from the backing would be the wrong answer.
-        if let Some(arena) = directory.find_left_arena() {
-            return Err(Failure::new(
-                FAILED,
-                missing_data_warning(&directory, &arena),
-            ));
-        }
-        output::print_message(&format!(
-            "{shown_directory} is not mounted: it is unknown whether the files of its checkpoints were closed"
-        ));
+        check_unmounted_directory(&directory)?;
     }
     let listing = directory.list_checkpoints()?;
     for (_, _, error) in &listing.failed {

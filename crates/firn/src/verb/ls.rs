@@ -1,7 +1,7 @@
 //! `firn ls`: lists the files of a mount with their durability levels, and whether they were closed.
 //!
-//! The level of a file says what its data survives: *held* data is only in memory, *drained* data is in the backing,
-//! and *durable* data is synced there.
+//! The level of a file says where its data is: *held* data is only in memory, *drained* data is in the backing, and
+//! *durable* data is synced there.
 
 mod checkpoints;
 
@@ -77,6 +77,7 @@ struct ListedFile {
     path: BytePath,
     /// Size of the file in bytes.
     size: u64,
+    /// Durability level and ending of the file, and its bytes in memory.
     #[serde(flatten)]
     status: FileState,
 }
@@ -99,7 +100,7 @@ impl FileState {
     }
 }
 
-/// Lists files with their levels (what their data survives), or the checkpoints of commit rules.
+/// Lists files with their durability levels, or the checkpoints that commit rules make.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = LsArgs::from_arg_matches(matches)?;
     let (location, mut connection) = connect(&args.path)?;
@@ -131,8 +132,8 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     Ok(DONE)
 }
 
-/// Returns a file with its size and its status, as firnd, the daemon of the mount, knows them. A file that firnd does
-/// not list holds nothing in memory.
+/// Returns the entry of a file: its size and its status. `levels` has the files that firnd, the daemon of the mount,
+/// listed. Any other file has no bytes in memory.
 fn list_file(file: &FoundFile, mount_point: &Path, levels: &Levels) -> ListedFile {
     let relative_path = file.path.strip_prefix(mount_point).unwrap_or(&file.path);
     let held_bytes = match levels.known(relative_path) {
@@ -161,7 +162,9 @@ fn format_file(ListedFile { path, size, status }: &ListedFile) -> String {
 
 /// A regular file on the mount.
 struct FoundFile {
+    /// Path of the file.
     path: PathBuf,
+    /// Size in bytes, as the mount shows it.
     size: u64,
     /// Time of the last modification, in seconds since 1970.
     modified_s: f64,

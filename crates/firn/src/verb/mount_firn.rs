@@ -63,8 +63,8 @@ pub fn man_page_command() -> Command {
 /// The call of mount(8).
 #[derive(Debug, Default)]
 struct MountCall {
-    /// The names on the command line: the backing and the mount point.
-    names: Vec<PathBuf>,
+    /// The arguments that are no flags: the backing and the mount point.
+    operands: Vec<PathBuf>,
     /// Lists of options after `-o`.
     option_lists: Vec<OsString>,
     /// Whether unknown options are skipped (`-s`).
@@ -100,7 +100,7 @@ fn parse_call(args: &[OsString]) -> Result<MountCall, Failure> {
     while let Some(arg) = args.next() {
         match arg.as_bytes() {
             [b'-', flags @ ..] if !flags.is_empty() => call.parse_flags(flags, &mut args)?,
-            _ => call.names.push(arg.into()),
+            _ => call.operands.push(arg.into()),
         }
     }
     Ok(call)
@@ -177,24 +177,25 @@ fn flag_value<'a>(
     }
 }
 
-/// Mounts as mount(8) asks. With `-f` the options are only checked. With `-s` unknown options are skipped.
+/// Mounts as mount(8) asks. With `-f` the options are only checked. With `-s` unknown options are skipped. Options come
+/// from the command line, the environment and the configuration files.
 fn mount(call: MountCall) -> Result<u8, Failure> {
     let listed_options = call.parse_option_lists()?;
-    let [backing, mount_point] = &call.names[..] else {
+    let [backing, mount_point] = &call.operands[..] else {
         return Err(usage_failure(&format!(
             "expected BACKING and DIR, found {} names",
-            call.names.len()
+            call.operands.len()
         )));
     };
-    let unknown_options = listed_options.tolerated.join(",");
+    let skipped_options = listed_options.tolerated.join(",");
     let sources = Sources {
         minus_o: listed_options,
         surroundings: ProcessSources::of_process(),
         ..Sources::default()
     };
     let options = sources.resolve()?.options;
-    if call.is_verbose && !unknown_options.is_empty() {
-        output::print_message(&format!("skipped unknown options: {unknown_options}"));
+    if call.is_verbose && !skipped_options.is_empty() {
+        output::print_message(&format!("skipped unknown options: {skipped_options}"));
     }
     if call.is_fake {
         return Ok(DONE);
@@ -244,7 +245,7 @@ mod tests {
             "-oro",
         ])
         .unwrap();
-        assert_eq!(parsed.names, [PathBuf::from("/b"), PathBuf::from("/m")]);
+        assert_eq!(parsed.operands, [PathBuf::from("/b"), PathBuf::from("/m")]);
         assert!(parsed.is_sloppy && parsed.is_fake && parsed.is_verbose);
         assert_eq!(parsed.option_lists, ["rw,close=held", "ro"]);
     }

@@ -1,6 +1,7 @@
-//! `firn place`: shows the lane of a file, or removes a lane from those that a backing knows.
+//! `firn place`: shows on which lane a file is, or unregisters a lane.
 //!
-//! A lane is one I/O server, or the directory on it. The backing is the directory that is mounted.
+//! A lane is a storage target: one I/O server, or a directory on it. The backing is the directory that is mounted. It
+//! has a list of its lanes.
 
 use std::path::{Path, PathBuf};
 
@@ -119,6 +120,7 @@ fn explain_placement(path: &Path, as_json: bool) -> Result<u8, Failure> {
 /// Returns in words where a file is, to which lane (I/O server) a new file of its name would go, and why.
 fn format_explanation(path: &Path, explanation: &Explanation) -> String {
     let path = path_text(path);
+    // `file` says most about the place, and `server` more than `exists`. Only the first that is set is shown.
     let present_place = if let Some(file) = &explanation.file {
         format!("{path} is {file}")
     } else if let Some(server) = &explanation.server {

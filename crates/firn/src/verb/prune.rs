@@ -78,7 +78,9 @@ struct PruneResult {
 /// A checkpoint that stays, and the reason in one word.
 #[derive(Serialize)]
 struct KeptCheckpoint {
+    /// Name of the checkpoint in its directory.
     name: BytePath,
+    /// Why it stays.
     why: &'static str,
 }
 
@@ -103,8 +105,10 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     Ok(exit_status)
 }
 
-/// Removes old checkpoints of a directory, and keeps at least `keep` whole (completely written) ones. A dry run removes
-/// nothing. Fails if the directory cannot be examined; failures of single checkpoints are in the result.
+/// Removes old checkpoints of a directory, and keeps at least `keep` complete ones. A dry run removes nothing.
+///
+/// Fails if the directory cannot be examined. A checkpoint that cannot be examined or removed stays, and the result has
+/// the failure.
 fn prune_directory(
     directory: &Directory,
     keep: usize,
@@ -115,17 +119,18 @@ fn prune_directory(
     } else {
         prune::finish_removals(directory)?
     };
-    let judged = prune::judge_directory(directory, keep)?;
-    failures.extend(judged.failures);
+    let decisions = prune::decide_removals(directory, keep)?;
+    failures.extend(decisions.failures);
     let mut removed = Vec::new();
     let mut kept = Vec::new();
-    for checkpoint in judged.checkpoints {
+    for checkpoint in decisions.checkpoints {
         let mut verdict = checkpoint.verdict;
         if verdict == Verdict::Remove && !is_dry_run {
             match prune::remove_checkpoint(directory, &checkpoint) {
                 Ok(Removal::Removed) => {}
                 Ok(Removal::Opened) => verdict = Verdict::Open,
                 Err(failure) => {
+                    // The checkpoint is neither removed nor kept for a reason, so it is in no list.
                     failures.push(failure);
                     continue;
                 }

@@ -145,11 +145,16 @@ struct PullArgs {
 /// The result of a copy, as JSON.
 #[derive(Serialize)]
 struct PullResult<'a> {
+    /// Name of the source host.
     host: &'a str,
+    /// Path on the source host.
     source: &'a BytePath,
+    /// Path of the copy.
     target: BytePath,
+    /// How much was copied.
     #[serde(flatten)]
     outcome: &'a Outcome,
+    /// Seconds that the copy took.
     elapsed_s: f64,
 }
 
@@ -159,7 +164,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     check_encryption(&args.transport, args.encrypt)?;
     let (host, source) = parse_source(&args.source, args.list || args.follow)?;
     let route = choose_route(&args)?;
-    let carriage = DataTransport {
+    let data_transport = DataTransport {
         transport: args.transport,
         sums: args.verify,
     };
@@ -169,7 +174,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
                 host,
                 route,
                 source,
-                carriage,
+                carriage: data_transport,
                 target: target.clone(),
                 keep: args.keep as usize,
                 every: Duration::from_millis(args.every),
@@ -182,7 +187,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
                 host,
                 route,
                 source: PullSource::Path(source.clone()),
-                carriage,
+                carriage: data_transport,
                 target,
                 cut: args.cut,
                 patience: Duration::from_millis(args.patience),
@@ -223,7 +228,8 @@ fn follow_source(request: &FollowRequest, json: bool) -> Result<u8, Failure> {
     }
 }
 
-/// Prints an event of `--follow`: as JSON on stdout, or as a message on stderr. A problem is always a message.
+/// Prints an event of `firn pull --follow`: as JSON on stdout, or as a message on stderr. A problem is always a
+/// message.
 fn print_event(event: &FollowEvent<'_>, as_json: bool) {
     let line = match *event {
         FollowEvent::Failed { problem } => {
@@ -244,7 +250,7 @@ fn print_event(event: &FollowEvent<'_>, as_json: bool) {
         FollowEvent::Removed { name } => FollowLine::Removed { name },
     };
     if as_json {
-        // The copies matter even if nothing reads the lines, so an error of the output is ignored.
+        // Errors of the output are ignored, so that the pull goes on even if nothing reads the lines.
         let _ = output::print_json_line(&line);
         return;
     }
@@ -326,11 +332,12 @@ fn summarize(outcome: &Outcome, elapsed_s: f64) -> String {
 }
 
 /// Prints what a directory of the other host contains.
-fn print_listing(listed: &[UnitTotals], as_json: bool) -> Result<u8, Failure> {
+fn print_listing(entries: &[UnitTotals], as_json: bool) -> Result<u8, Failure> {
     if as_json {
-        output::print_json(&listed)?;
+        output::print_json(&entries)?;
         return Ok(DONE);
     }
+    // The rows have the same widths.
     let head = format!(
         "{:<7} {:>10} {:>7} {:>14} {}",
         "STATE", "BYTES", "FILES", "AGE", "NAME"
@@ -340,24 +347,26 @@ fn print_listing(listed: &[UnitTotals], as_json: bool) -> Result<u8, Failure> {
         .duration_since(SystemTime::UNIX_EPOCH)
         .unwrap_or_default();
     let now_s = now.as_secs() as i64;
-    for object in listed {
+    for entry in entries {
         // A time in the future counts as now.
-        let age_s = now_s.saturating_sub(object.mtime_s).max(0);
+        let age_s = now_s.saturating_sub(entry.mtime_s).max(0);
         table += &format!(
             "{:<7} {:>10} {:>7} {:>14} {}\n",
-            object.ending.as_str(),
-            text::bytes(object.bytes),
-            object.files,
+            entry.ending.as_str(),
+            text::bytes(entry.bytes),
+            entry.files,
             text::seconds(age_s as f64),
-            object.name
+            entry.name
         );
     }
     output::print(&table)?;
     Ok(DONE)
 }
 
-/// Returns how the agent, the process that serves the other host's files, is reached: by the key in the backing, by a
-/// key file, by MUNGE, or over ssh. Fails if flags do not fit together.
+/// Returns how to reach the agent, the process that serves the other host's files.
+///
+/// The first of these flags decides: `--backing` (the key is in that directory), `--key-file`, `--address` with
+/// `--munge`. Without them it is ssh. Fails if flags do not fit together.
 fn choose_route(args: &PullArgs) -> Result<Route, Failure> {
     let encrypt = args.encrypt.map_or(Encrypt::Auto, Encrypt::from);
     if let Some(dir) = &args.backing {
@@ -413,8 +422,8 @@ fn parse_yes_no(text: &str) -> Result<bool, &'static str> {
 
 /// Parses `HOST:PATH`, or for a list `HOST` alone. Returns the host and the path.
 ///
-/// The path is absolute, because the two hosts have no working directory in common. A path without a slash at its start
-/// begins with the name of another host. HOST then has partner copies, which are copies of that host's data in memory.
+/// PATH is absolute, as in `n17:/ckpt/step_100`, or names a partner copy, as in `n18:n17/step_100`: the copy of data
+/// from the memory of n17 that n18 keeps.
 fn parse_source(text: &str, is_list: bool) -> Result<(String, BytePath), Failure> {
     let usage_failure = |reason: &str| {
         Failure::new(

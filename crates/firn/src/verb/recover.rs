@@ -1,7 +1,8 @@
 //! `firn recover`: writes the data that a killed firnd held to its backing, without a mount.
 //!
 //! firnd is the daemon of a mount. Its data in memory lies in the *arena*, a file in shared memory, which outlives the
-//! daemon. With other flags, the verb discards that data, or ends the transactions of a host that is lost.
+//! daemon. Flags select one of three other procedures: to discard that data, to end the transactions of a dead host, or
+//! to prepare a transaction from its backup.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -156,8 +157,10 @@ fn args(command: Command) -> Command {
         .args(rows.map(firn_config::arg))
 }
 
-/// Recovers the data that a killed firnd (the daemon of a mount) held in memory: writes it to the backing. The flags
-/// for a dead host, a backup or a discard select other procedures.
+/// Recovers the data that a killed firnd (the daemon of a mount) held in memory: writes it to the backing.
+///
+/// One of three flags selects another task, in this order: `--discard` drops the data, `--host` ends the transactions
+/// of a dead host, and `--from-backup` prepares a transaction from its backup.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let path = matches
         .get_one::<PathBuf>("backing")
@@ -224,8 +227,8 @@ fn recover_arena(request: RecoverRequest, as_json: bool) -> Result<u8, Failure> 
     recovery_result(&backing, &report, is_interrupted.load(Ordering::Relaxed))
 }
 
-/// Drops the data that is held for a backing: removes the arena, the file in memory with that data. The backing itself
-/// may no longer exist, so it is accessed only if no arena has its path.
+/// Drops the data that is held for a backing: removes its arena (the file in memory with that data). The backing itself
+/// may no longer exist, so `path` is resolved only if no arena has it as its backing.
 ///
 /// Asks the user first, unless `is_confirmed`. Returns [`PARTLY`] if a file remains.
 fn discard_arena(
@@ -264,9 +267,8 @@ fn discard_arena(
     Ok(if report.left.is_empty() { DONE } else { PARTLY })
 }
 
-/// Prepares the transaction of a lost host from its backup in the backing, and commits it if the request has its
-/// number. A prepared transaction waits for a commit or an abort. Its scope is the path at or below which it makes
-/// changes.
+/// Prepares the transaction of a lost host from its backup, and commits it if the request has its id. A prepared
+/// transaction waits for a commit or an abort. Its scope is the path at or below which it changes files.
 fn recover_from_backup_dir(request: FromBackup, as_json: bool) -> Result<u8, Failure> {
     let report = firn_daemon::recover_from_backup(&request)?;
     if as_json {
@@ -312,7 +314,7 @@ fn recover_host(backing: &Path, host: &str, as_json: bool) -> Result<u8, Failure
     }
 }
 
-/// Prints what became of the transactions of a lost host, and how much data was lost that it held in memory only.
+/// Prints which transactions of a lost host were applied or undone, and how much data was lost with its memory.
 fn print_host_report(host: &str, report: &firn_daemon::HostReport) {
     for id in &report.finished {
         output::print_message(&format!("{host}: applied commit {id}"));
@@ -324,7 +326,7 @@ fn print_host_report(host: &str, report: &firn_daemon::HostReport) {
         ));
     }
     if !report.waiting.is_empty() {
-        // The host stays in the list until its prepared transactions are decided.
+        // Until the other hosts decide its prepared transactions, the host stays in the list of dead hosts.
         return;
     }
     if report.finished.is_empty() && report.undone == 0 {
@@ -397,22 +399,23 @@ fn warn_of_damage(backing: &Path, options: &Options) {
     }
 }
 
-/// Returns the result of a recovery as text: how much was written to the backing, and what became of lost files, which
-/// are missing in the backing. The arena is the file in memory that had the data.
+/// Returns the result of a recovery as text: how much was written from the arena (the file in memory) to the backing,
+/// and what was done with the data of files that are missing there. The text is empty if [`recovery_result`] says
+/// everything.
 fn summarize(backing: &Path, report: &RecoverReport) -> String {
-    if let Some(gone_bytes) = report.gone_bytes {
+    if let Some(bytes_lost_at_reboot) = report.gone_bytes {
         return format!(
             "this host was rebooted after it had {} mounted: {} that it held are lost; the other hosts no longer list it as \
             dead\n",
             text::path(backing),
-            bytes(gone_bytes)
+            bytes(bytes_lost_at_reboot)
         );
     }
     if report.arena.is_none() {
         return if report.decided.is_empty() {
             format!("nothing to recover for {}\n", text::path(backing))
         } else {
-            // The failure says that a commit is decided.
+            // The failure of `recovery_result` says that a commit is decided.
             String::new()
         };
     }
@@ -450,8 +453,11 @@ fn print_file_errors(report: &RecoverReport) {
     }
 }
 
-/// Returns the exit status of a recovery, or the failure if data is left in the arena, the file in memory. It is
-/// partial if some data was recovered, or if a decided commit is not applied to the backing yet.
+/// Returns the exit status of a recovery, or the failure if data is left in the arena (the file in memory) or a decided
+/// commit is not applied to the backing yet.
+///
+/// The failure has the exit status [`PARTLY`] for a commit. For data it is [`INTERRUPTED`] after an interrupt,
+/// [`FAILED`] if nothing was recovered, and otherwise [`PARTLY`].
 fn recovery_result(
     backing: &Path,
     report: &RecoverReport,

@@ -1,7 +1,7 @@
-//! `firn rules`: lists commit rules, explains which rule covers a path, and plays recorded operations against rules.
+//! `firn rules`: lists commit rules, explains which rule covers a path, and replays recorded operations against rules.
 //!
 //! A commit rule defines which changes together are a checkpoint (its *scope*), and which change completes it (its
-//! *event*). The scope is the paths at or below one path, its *top*.
+//! *event*). The scope is all paths at or below one path, its *top*.
 
 use std::fmt::Write as _;
 use std::io::Read as _;
@@ -128,7 +128,9 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
 /// A rule as JSON.
 #[derive(Serialize)]
 struct ListedRule<'a> {
+    /// Name of the rule.
     name: &'a str,
+    /// The line that defines the rule.
     rule: &'a str,
 }
 
@@ -188,10 +190,11 @@ pub(super) fn rules_of_mount(status: &Status) -> Result<Arc<RuleSet>, Failure> {
 }
 
 /// The result of `firn rules explain`.
-#[derive(Serialize)]
+#[derive(Default, Serialize)]
 struct ExplainResult {
     /// Name of the rule. `None` means that no rule covers the path.
     rule: Option<String>,
+    /// The line that defines the rule.
     text: Option<String>,
     /// The top of the checkpoint that the path belongs to.
     scope: Option<String>,
@@ -201,29 +204,30 @@ struct ExplainResult {
     keep: Option<usize>,
 }
 
-/// Explains which commit rule makes a checkpoint of a path: a rule of `--rules`, or of the mount on which the path
-/// lies. Returns [`FAILED`] if no rule does.
+/// Prints which commit rule covers a path, and to which checkpoint the path belongs. The rules are those of `--rules`,
+/// or of the mount that the path is on. Returns [`FAILED`] if no rule covers the path.
 fn run_explain(matches: &ArgMatches) -> Result<u8, Failure> {
     let path = matches.get_one::<PathBuf>("path").expect("clap demands it");
-    let question = match matches.get_one::<String>("rules") {
-        Some(list) => RuleQuestion::without_mount(path, list)?,
-        None => RuleQuestion::on_mount(path)?,
+    let lookup = match matches.get_one::<String>("rules") {
+        Some(list) => RuleLookup::without_mount(path, list)?,
+        None => RuleLookup::on_mount(path)?,
     };
-    let explained = question.explain();
+    let explanation = lookup.explain();
     if matches.get_flag("json") {
-        output::print_json(&explained)?;
+        output::print_json(&explanation)?;
     } else {
-        output::print(&explained.to_words(&question.relative_path))?;
+        output::print(&explanation.to_words(&lookup.relative_path))?;
     }
-    Ok(if explained.rule.is_some() {
+    Ok(if explanation.rule.is_some() {
         DONE
     } else {
         FAILED
     })
 }
 
-/// A path, and the rules that may cover it.
-struct RuleQuestion {
+/// A path, and what is needed to find the commit rule that covers it.
+struct RuleLookup {
+    /// The rules that may cover the path.
     rules: Arc<RuleSet>,
     /// The path below the mount point.
     relative_path: Vec<u8>,
@@ -231,8 +235,8 @@ struct RuleQuestion {
     transactions: Vec<TransactionStatus>,
 }
 
-impl RuleQuestion {
-    /// Returns the question for a path on a mount, and the rules of that mount.
+impl RuleLookup {
+    /// Returns the lookup of a path on a mount, with the rules of that mount.
     fn on_mount(path: &Path) -> Result<Self, Failure> {
         let (location, mut connection) = connect(path)?;
         let status = connection.status()?;
@@ -243,7 +247,7 @@ impl RuleQuestion {
         })
     }
 
-    /// Returns the question for a path on no mount, and a list of rules.
+    /// Returns the lookup of a path that is on no mount, with a list of rules.
     fn without_mount(path: &Path, rule_list: &str) -> Result<Self, Failure> {
         let relative_path = path.strip_prefix("/").unwrap_or(path);
         Ok(Self {
@@ -253,29 +257,25 @@ impl RuleQuestion {
         })
     }
 
-    /// Returns the commit rule that covers the path, and the checkpoint that the path belongs to. The checkpoint is
-    /// everything at or below one path, its top, and has an open transaction until the rule commits it. All fields are
-    /// `None` if no rule covers the path.
+    /// Returns the commit rule that covers the path, and the checkpoint that the path belongs to. All fields are `None`
+    /// if no rule covers the path.
+    ///
+    /// The checkpoint is everything at or below one path, its scope. It has an open transaction until the rule commits
+    /// it.
     fn explain(&self) -> ExplainResult {
         let machine = Machine::new(Arc::clone(&self.rules));
         let location = machine.rules().locate(&self.relative_path);
-        let Some((rule, top)) = machine.explain(&location) else {
-            return ExplainResult {
-                rule: None,
-                text: None,
-                scope: None,
-                waits_for: None,
-                keep: None,
-            };
+        let Some((rule, scope)) = machine.explain(&location) else {
+            return ExplainResult::default();
         };
         let open_transaction = self
             .transactions
             .iter()
-            .find(|transaction| transaction.scope.as_bytes() == top.as_slice());
+            .find(|transaction| transaction.scope.as_bytes() == scope.as_slice());
         ExplainResult {
             rule: Some(rule.name.clone()),
             text: Some(rule.text.clone()),
-            scope: Some(String::from_utf8_lossy(&top).into_owned()),
+            scope: Some(String::from_utf8_lossy(&scope).into_owned()),
             waits_for: open_transaction.and_then(|transaction| transaction.waits_for.clone()),
             keep: rule.keep(),
         }
@@ -318,8 +318,8 @@ struct TestResult<'a> {
     open: Vec<ScopeState>,
 }
 
-/// Plays recorded operations (a trace) against commit rules, and prints when the rules would commit which checkpoint.
-/// Returns [`DONE`] if no checkpoint is open at their end.
+/// Replays a trace (recorded operations on files) against commit rules, and prints when the rules would commit which
+/// checkpoint. Returns [`FAILED`] if a checkpoint is still open at the end.
 fn run_test(matches: &ArgMatches) -> Result<u8, Failure> {
     let list = matches.get_one::<String>("rules").expect("clap demands it");
     let path = matches
@@ -329,23 +329,24 @@ fn run_test(matches: &ArgMatches) -> Result<u8, Failure> {
     let shown_path = crate::text::path(path);
     let trace = read_trace(path)
         .map_err(|error| Failure::new(FAILED, format!("cannot read {shown_path}: {error}")))?;
-    let steps = parse_trace(&trace, top)
+    let operations = parse_trace(&trace, top)
         .map_err(|error| usage_failure(format!("{shown_path}: {error}")))?;
     let mut player = TracePlayer::new(load_rule_set(list)?);
-    for step in &steps {
-        player.play(step);
+    for operation in &operations {
+        player.play(operation);
     }
-    player.end_job(steps.last().map_or(0, |step| step.line));
-    let tested = TestResult {
+    let last_line = operations.last().map_or(0, |operation| operation.line);
+    player.end_job(last_line);
+    let result = TestResult {
         outcomes: player.reactions(),
         open: player.states(),
     };
     if matches.get_flag("json") {
-        output::print_json(&tested)?;
+        output::print_json(&result)?;
     } else {
-        output::print(&tested.to_words())?;
+        output::print(&result.to_words())?;
     }
-    Ok(if tested.open.is_empty() { DONE } else { FAILED })
+    Ok(if result.open.is_empty() { DONE } else { FAILED })
 }
 
 /// Reads recorded operations from a file, or from standard input for the path `-`.

@@ -228,7 +228,10 @@ fn parse_host_timeout_ms(text: &str) -> Result<u64, String> {
 }
 
 /// Mounts on all hosts, runs the command, unmounts, and writes the report. Returns the exit status of the command, or
-/// of the first failed host if the command succeeded. The launcher starts the processes that mount on the hosts.
+/// of the first failed host if the command succeeded.
+///
+/// The failure of the command takes precedence over those of the unmounts, and these over that of the report. The
+/// failures of the unmounts are also printed.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let command_words: Vec<OsString> = matches
         .get_many::<OsString>("command")
@@ -339,8 +342,8 @@ struct Run {
 }
 
 impl Run {
-    /// Reads the command line and the environment. Fails on combinations of options that cannot work. The launcher says
-    /// which hosts take part.
+    /// Returns the run that the command line and the environment ask for. Fails on combinations of options that cannot
+    /// work. `launcher` has the hosts of the run.
     fn new(matches: &ArgMatches, launcher: &dyn Launcher) -> Result<Self, Failure> {
         let absolute_path = |id: &str| -> Result<Option<PathBuf>, Failure> {
             let Some(path) = matches.get_one::<PathBuf>(id) else {
@@ -421,8 +424,10 @@ impl Run {
         Ok(())
     }
 
-    /// Returns what all hosts are ordered to mount, and how. Some tasks, such as to prune, are for one of the hosts.
-    /// `hosts` are the names that the hosts give themselves.
+    /// Returns what every host mounts, and how. `hosts` are the names that the hosts give themselves.
+    ///
+    /// All hosts get the same setup. A task in it (to restore, prune or report) names the host that does it. Without a
+    /// name, each host does it for its own files.
     fn mount_setup(&self, hosts: &[String]) -> MountSetup {
         MountSetup {
             backing: self.backing.clone().map(Into::into),
@@ -477,9 +482,10 @@ impl Run {
         job.wait_for_command(command)
     }
 
-    /// Returns the environment of the command. `mounts` has at least one mount, and all hosts have mounted. Fails if
-    /// hosts have different mount points, because the command gets only one FIRN_PREFIX. Also fails if a mount is a
-    /// stub tree (without FUSE) and there is no preload library, which alone can read such a tree.
+    /// Returns the environment of the command. `mounts` has at least one mount, and all hosts have mounted.
+    ///
+    /// Fails if hosts have different mount points, because the command gets only one FIRN_PREFIX. Also fails if a mount
+    /// is a stub tree (without FUSE) and there is no preload library, without which programs cannot read such a tree.
     fn command_environment(&self, mounts: &[MountedHost]) -> Result<Environment, Failure> {
         let preload = if self.uses_preload {
             find_preload_library()
@@ -537,8 +543,10 @@ impl Run {
         }
     }
 
-    /// Prints how the command ended, and where its files are. Without `command_status`, the command did not run.
-    /// `held_policy` says what happened to held files, which were in memory only.
+    /// Prints how the command ended, and where its files are now. Prints nothing if all succeeded and `--quiet` is set.
+    ///
+    /// Without `command_status`, the command did not run. `held_policy` says what the unmounts did with held data (in
+    /// memory only).
     fn print_summary(
         &self,
         host_count: usize,
@@ -563,6 +571,7 @@ impl Run {
             (true, host_count) => format!("everything of {host_count} hosts"),
         };
         let backing = self.backing.as_deref().map(text::path);
+        // The first case that fits counts.
         let files_end = match (held_policy, backing) {
             (HeldPolicy::Drain, Some(backing)) if unmounts.waited.files > 0 => format!(
                 "{everything} is durable in {backing}: {} were left to write, {}",
@@ -594,8 +603,8 @@ fn restart_task(lost_host: &str, hosts: &[String]) -> RestartTask {
     }
 }
 
-/// Prints how to use the files that remain in memory, in the arena of each host. `command_end` says how the command
-/// ended.
+/// Prints how much of the command's files remains in memory (in the arena of each host), and how to use them.
+/// `command_end` says how the command ended.
 fn print_held_notice(command_end: &str, unmounts: &UnmountSummary) {
     let held = text::bytes(unmounts.held_bytes);
     let [arena] = unmounts.arenas.as_slice() else {
@@ -650,6 +659,7 @@ fn run_options(resolved: &Resolved, shares_backing: bool) -> Options {
     if is_default(resolved, "drain") {
         options.drain = Drain::Demand;
     }
+    // If the user has set another drain, close keeps its ordinary default.
     if is_default(resolved, "close") && options.drain == Drain::Demand {
         options.close = Close::Held;
     }

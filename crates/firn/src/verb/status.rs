@@ -15,7 +15,7 @@ use firn_protocol::path::BytePath;
 use firn_protocol::{FileStatus, Request, Status};
 use serde::Serialize;
 
-use crate::ask::ask_each;
+use crate::ask::parallel_map;
 use crate::failure::{DONE, FAILED, Failure, PARTLY};
 use crate::job::{Job, hosts_text, status_text};
 use crate::metrics::{self, MountScrape};
@@ -157,11 +157,12 @@ enum FoundMount {
 }
 
 impl FoundMount {
-    /// Returns what the user should do if firnd, the daemon of the mount, does not answer. Returns `None` if it does.
-    /// An arena is the file in memory with the data of a mount.
+    /// Returns what the user should do if firnd, the daemon of the mount, does not respond or has left its arena (the
+    /// file in memory with the mount's data). Returns `None` if it responds.
     fn advice(&self) -> Option<String> {
         match self {
             Self::Alive { .. } => None,
+            // The text of the error says what to do.
             Self::Silent { error, .. } => Some(error.clone()),
             Self::Left {
                 arena,
@@ -245,7 +246,7 @@ fn print_job(args: &StatusArgs) -> Result<u8, Failure> {
         if args.verbose {
             text += &format!("\n{}", hosts_text(&job, paint));
         }
-        print_for_people(args, &text)?;
+        print_text(args, &text)?;
     }
     Ok(job_exit_status(&job))
 }
@@ -262,22 +263,22 @@ fn print_once(args: &StatusArgs) -> Result<u8, Failure> {
             print_as_json(args, &mount)?
         } else {
             let text = block::format_mount(&mount, args.detail(), Paint::stdout());
-            print_for_people(args, &text)?
+            print_text(args, &text)?
         }
         return Ok(DONE);
     }
     let mounts = firn_client::mounts()?;
-    let mut found_mounts = ask_each(&mounts, ask_mount);
+    let mut found_mounts = parallel_map(&mounts, ask_mount);
     found_mounts.extend(find_unmounted_arenas(&mounts)?);
     if args.json {
         print_as_json(args, &found_mounts)?
     } else {
-        print_for_people(args, &format_mounts(args, &found_mounts))?
+        print_text(args, &format_mounts(args, &found_mounts))?
     }
-    let is_one_silent = found_mounts
+    let has_unresponsive_mount = found_mounts
         .iter()
         .any(|mount| matches!(mount, FoundMount::Silent { .. }));
-    Ok(if is_one_silent { PARTLY } else { DONE })
+    Ok(if has_unresponsive_mount { PARTLY } else { DONE })
 }
 
 /// Returns a table of all mounts. With full detail, it returns each mount as if the user had asked for that mount
@@ -306,7 +307,7 @@ fn print_as_json(args: &StatusArgs, value: &impl Serialize) -> Result<(), Failur
 }
 
 /// Prints a text. With `--watch` on a terminal, the text replaces the previous one.
-fn print_for_people(args: &StatusArgs, text: &str) -> Result<(), Failure> {
+fn print_text(args: &StatusArgs, text: &str) -> Result<(), Failure> {
     if args.watch && io::stdout().is_terminal() {
         return output::print(&format!("{CLEAR}{text}"));
     }
@@ -372,13 +373,15 @@ fn describe_unreachable(mount_count: usize) -> Option<String> {
     ))
 }
 
-/// Asks all mounts for their figures. Returns them, and an exit status. A message names the mounts that did not answer,
-/// with the reason.
+/// Returns the metrics of all mounts, and an exit status. A message names the mounts that did not answer, with the
+/// reason.
 fn scrape_mounts() -> Result<(Vec<MountScrape>, u8), Failure> {
     let mounts = firn_client::mounts()?;
-    let answers = ask_each(&mounts, |mount| Connection::open(mount)?.status());
+    let answers = parallel_map(&mounts, |mount| Connection::open(mount)?.status());
     let mut scrapes = Vec::new();
+    // Mounts with a socket in another runtime directory, so that this process cannot ask them.
     let mut unreachable_count = 0;
+    // Mounts that failed to answer for another reason.
     let mut unanswered = Vec::new();
     for (mount, answer) in mounts.iter().zip(answers) {
         match answer {

@@ -183,9 +183,11 @@ const NOT_QUIET: bool = false;
 /// The result of a request, as JSON.
 #[derive(Serialize)]
 struct RequestResult<'a> {
+    /// The mount point.
     mount_point: BytePath,
     /// Path of the transaction below the mount point. An empty path means the whole mount.
     scope: &'a BytePath,
+    /// Id of the commit. `None` means that the request commits nothing.
     #[serde(skip_serializing_if = "Option::is_none")]
     id: Option<u64>,
     /// Hosts that have not applied the commit yet.
@@ -235,17 +237,17 @@ fn describe_changes(path: &Path) -> Result<Option<String>, Failure> {
 
 /// Sends a request about the transaction at a path to firnd, the daemon of the mount, and prints the result.
 ///
-/// `make_request` makes the request from the path below the mount point. `make_sentence` makes the sentence for the
-/// user from the path and the number of the commit, which is `None` if the request commits nothing.
+/// `make_request` makes the request from the path below the mount point. `make_message` makes the message for the
+/// user from the path and the id of the commit, which is `None` if the request commits nothing.
 fn send_request(
     path: &Path,
     result_output: ResultOutput,
     make_request: impl FnOnce(BytePath) -> Request,
-    make_sentence: impl FnOnce(&str, Option<u64>) -> String,
+    make_message: impl FnOnce(&str, Option<u64>) -> String,
 ) -> Result<u8, Failure> {
     let (location, mut connection) = connect(path)?;
     let request = make_request(location.relative.clone());
-    // Only a request that commits returns a number, and the hosts that have to apply the commit.
+    // Only a request that commits returns an id, and the hosts that have not applied the commit yet.
     let (id, not_applied_on) = match connection.transaction(&request)? {
         Some((id, not_applied_on)) => (Some(id), not_applied_on),
         None => (None, Vec::new()),
@@ -260,7 +262,7 @@ fn send_request(
         return Ok(DONE);
     }
     if let ResultOutput::Sentence = result_output {
-        output::print_message(&make_sentence(&quoted_path(path), id));
+        output::print_message(&make_message(&quoted_path(path), id));
     }
     if !not_applied_on.is_empty() {
         let hosts = not_applied_on.join(", ");
@@ -312,10 +314,11 @@ fn run_prepare(matches: &ArgMatches) -> Result<u8, Failure> {
     )
 }
 
-/// Commits a transaction, the changes at or below one path (its scope), and prints how much it changed. Asks for this
-/// amount before the commit, which ends the transaction.
+/// Commits a transaction (the changes at or below one path), and prints how much it changed. With `--begin` the next
+/// transaction of the path is open afterwards.
 fn run_commit(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = CommitArgs::from_arg_matches(matches)?;
+    // The commit ends the transaction, so its changes are counted before.
     let changes = if args.quiet || args.scope.json {
         None
     } else {

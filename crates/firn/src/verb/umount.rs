@@ -204,7 +204,7 @@ fn summarize(mount: &Mount, waited: &WaitSummary, kept_bytes: Option<u64>) -> St
 }
 
 /// Asks the user whether the data that `data` describes may be dropped. Fails if the user declines, or if there is no
-/// terminal. If the user declines, the failure contains `kept_state`, which says what became of the data.
+/// terminal. If the user declines, the failure contains `kept_state`, which says where the data still is.
 pub(super) fn confirm_discard(data: &str, kept_state: &str) -> Result<(), Failure> {
     if !io::stdin().is_terminal() || !io::stderr().is_terminal() {
         let message = format!("--discard would drop {data}: add --yes to confirm");
@@ -259,8 +259,11 @@ fn is_mounted(mount: &Mount) -> bool {
     firn_client::mounts().map_or(true, |mounts| mounts.contains(mount))
 }
 
-/// Removes a mount with a firnd (its daemon) that was killed, and reports the data that remains in the arena, the file
-/// in memory. A stub tree stays: it is a mount without FUSE, made of empty files that stand for the real ones.
+/// Removes a mount after its firnd (the daemon) was killed. Fails with [`PARTLY`], because the arena (the file in
+/// memory) remains, or is not where it is expected.
+///
+/// A stub tree, a mount without FUSE made of empty files that stand for the real ones, is not removed. That is
+/// [`PARTLY`], too.
 fn remove_dead_mount(mount: &Mount) -> Result<u8, Failure> {
     // The stub files of a dead tree hold names that the backing may lack, so the tree is not removed.
     if mount.is_tree {

@@ -25,8 +25,8 @@ use crate::{output, text};
 
 /// Interval between two requests to find out whether the next firnd answers.
 const ASK_INTERVAL: Duration = Duration::from_millis(20);
-/// Time for further requests after the keeper has ended. A firnd that has just started replaces it by a new keeper.
-const NEW_KEEPER_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time for further requests after the keeper has ended. A firnd that it started just before may still begin to answer.
+const TIME_AFTER_KEEPER_END: Duration = Duration::from_secs(10);
 
 pub const VERB: Verb = Verb {
     name: "upgrade",
@@ -148,10 +148,10 @@ impl<'a> Upgrade<'a> {
     /// Waits for the next firnd (the daemon of the mount) and returns its status. It may be of the new version, or of
     /// the old one if the new one could not serve the mount. Fails if the mount has ended.
     ///
-    /// The keeper is the process that starts the next firnd. There is no timeout while it lives, because the start
-    /// takes as long as the backing (the served directory) needs.
+    /// The keeper is the process that starts the next firnd. There is no timeout while it runs, because a slow file
+    /// system can delay the start for any time.
     fn wait_for_next_firnd(&self) -> Result<Status, Failure> {
-        // `None` while the keeper lives.
+        // `None` while the keeper runs.
         let mut deadline = None;
         loop {
             match self.ask_next_firnd() {
@@ -170,7 +170,7 @@ impl<'a> Upgrade<'a> {
             }
             // A firnd that the keeper started just before its end may still begin to answer.
             if deadline.is_none() && self.has_keeper_ended() {
-                deadline = Some(Instant::now() + NEW_KEEPER_TIMEOUT);
+                deadline = Some(Instant::now() + TIME_AFTER_KEEPER_END);
             }
             std::thread::sleep(ASK_INTERVAL);
         }

@@ -1,6 +1,6 @@
 //! `firn wait`: waits until files have reached a durability level.
 //!
-//! The level of a file says what its data survives. The main levels are *drained* (the data is in the backing, as after
+//! The level of a file says how safe its data is. The main levels are *drained* (the data is in the backing, as after
 //! write(2)) and *durable* (as after fsync(2)).
 
 use std::path::{Path, PathBuf};
@@ -103,6 +103,7 @@ impl WaitLevel {
 /// The result of a wait, as JSON.
 #[derive(Debug, Serialize)]
 struct WaitResult<'a> {
+    /// The mount point.
     mount_point: BytePath,
     /// Path below the mount point. An empty path means the whole mount.
     path: &'a BytePath,
@@ -145,8 +146,7 @@ pub struct WaitOutput {
     pub quiet: bool,
 }
 
-/// Waits until all files at or below `path` have reached a durability level (what their data survives), and prints the
-/// result.
+/// Waits until all files at or below `path` have reached a durability level, and prints the result.
 ///
 /// Returns [`DONE`] if the level was reached. Fails with [`PARTLY`] at the timeout, or if files stay in logs because
 /// programs have them open.

@@ -1,7 +1,7 @@
 //! `firn ls --checkpoints`: the checkpoints that the commit rules of a mount make of its files.
 //!
 //! A commit rule says which files together are one checkpoint (a *group*), and when the checkpoint is complete. The
-//! *level* of a file says what its data survives: held in memory only, drained to the backing, or durable there.
+//! *level* of a file says where its data is: held in memory only, drained to the backing, or durable there.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::ffi::OsStrExt;
@@ -26,14 +26,17 @@ use crate::{output, text};
 pub(super) struct ListedCheckpoint {
     /// Directories and files of the checkpoint, below the mount point.
     paths: BTreeSet<BytePath>,
+    /// Name of the commit rule.
     rule: String,
     /// Number of the checkpoint. `None` means that its name has no number.
     step: Option<String>,
+    /// Number of its files.
     files: u64,
+    /// Size of its files in bytes.
     bytes: u64,
-    /// Files of the checkpoint that are open for writing.
+    /// Number of its files that are open for writing.
     open: u64,
-    /// Whether no commit is pending: a rule has committed the checkpoint, or it existed before.
+    /// Whether the checkpoint is complete: a rule has committed it, or it existed before. No commit is pending then.
     complete: bool,
     /// Whether the checkpoint is complete, and survives a crash.
     durable: bool,
@@ -46,6 +49,7 @@ pub(super) struct ListedCheckpoint {
 }
 
 impl ListedCheckpoint {
+    /// Returns a checkpoint to which files are added. [`Self::record_commit_state`] then sets `complete` and `durable`.
     fn without_files(rule: String, step: Option<String>) -> Self {
         Self {
             paths: BTreeSet::new(),

@@ -57,15 +57,17 @@ pub(super) fn start_command(
 }
 
 impl Environment {
-    /// Sets the variables that make the command use the mount, also through the preload library, which passes file
-    /// calls to Firn. Variables of other software that the user has set remain unchanged; lists and hints are extended.
+    /// Sets the environment variables that make the command use the mount: those of Firn, of its preload library (which
+    /// passes file calls to Firn), of Node, of ROMIO and of Open MPI.
+    ///
+    /// Variables of other software that the user has set remain unchanged; lists and hints are extended.
     fn set_variables(&self, command: &mut Command) {
         let is_set = |name: &str| std::env::var_os(name).is_some();
         command.env("FIRN_PREFIX", &self.prefix);
         // Variables that ranks on other hosts need, too.
         let mut forwarded_names = vec!["FIRN_PREFIX"];
-        // io_uring bypasses the preload library. Node would write into the stub files, or through the kernel's page
-        // cache.
+        // Node uses io_uring, whose calls the preload library cannot see. They would reach the empty stub files, or go
+        // through the kernel's page cache.
         if !is_set(LIBUV_USES_IO_URING) {
             command.env(LIBUV_USES_IO_URING, "0");
         }

@@ -46,13 +46,13 @@ use crate::verb::umount::{unmount_failure, wait_for_end};
 pub const NAME: &str = "run-host";
 /// Interval at which a mount that has to end is checked for programs that still use it.
 const UNMOUNT_CHECK_INTERVAL: Duration = Duration::from_secs(1);
-/// Number of checkpoints in one message. With paths of 4 KiB they still fit.
+/// Number of checkpoints in one message. Even with paths of 4 KiB, a message stays below its maximum size.
 const CHECKPOINTS_PER_MESSAGE: usize = 100;
 /// Variable with the name of the host under Slurm, which may differ from its host name.
 const SLURM_HOST: &str = "SLURMD_NODENAME";
 
 /// An event for the main loop.
-enum PartEvent {
+enum HostEvent {
     /// An order of `firn run`.
     Order(HostOrder),
     /// A signal that asks this process to end.
@@ -111,7 +111,7 @@ pub fn main(args: &[OsString]) -> Result<u8, Failure> {
             alive_message_sender.send_message(&HostMessage::Alive);
         }
     });
-    run_part(&message_sender, &events)
+    run_host(&message_sender, &events)
 }
 
 /// Parses a number of milliseconds that is not 0.
@@ -129,34 +129,36 @@ fn own_host_name() -> String {
 }
 
 /// Starts the thread that forwards signals which ask the process to end as events.
-fn watch_signals(events: Sender<PartEvent>) -> Result<(), Failure> {
+fn watch_signals(events: Sender<HostEvent>) -> Result<(), Failure> {
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])
         .map_err(|error| Failure::new(FAILED, format!("cannot watch for signals: {error}")))?;
     thread::spawn(move || {
         for _ in &mut signals {
             // An error means that the main loop has ended, and this process with it.
-            let _ = events.send(PartEvent::Signal);
+            let _ = events.send(HostEvent::Signal);
         }
     });
     Ok(())
 }
 
 /// Reads orders from standard input and forwards each as an event. The end of standard input becomes the event
-/// [`PartEvent::CoordinatorGone`].
-fn forward_orders(events: &Sender<PartEvent>) {
+/// [`HostEvent::CoordinatorGone`].
+fn forward_orders(events: &Sender<HostEvent>) {
     let mut stdin = BufReader::new(io::stdin());
     while let Ok(Some(order)) = read_order(&mut stdin) {
-        if events.send(PartEvent::Order(order)).is_err() {
+        if events.send(HostEvent::Order(order)).is_err() {
             return;
         }
     }
     // An error means that the main loop has ended, and this process with it.
-    let _ = events.send(PartEvent::CoordinatorGone);
+    let _ = events.send(HostEvent::CoordinatorGone);
 }
 
-/// Waits for the order to mount, mounts, serves until the end, and unmounts. Returns the exit status. `events` are the
-/// orders of `firn run` and the signals; `message_sender` sends messages to `firn run`.
-fn run_part(message_sender: &MessageSender, events: &Receiver<PartEvent>) -> Result<u8, Failure> {
+/// Serves one host of a run: waits for the order to mount, mounts, serves until the end, and unmounts. Returns the exit
+/// status. A failure is sent to `firn run` as a message.
+///
+/// `events` are the orders of `firn run` and the signals. `message_sender` sends messages to `firn run`.
+fn run_host(message_sender: &MessageSender, events: &Receiver<HostEvent>) -> Result<u8, Failure> {
     let Some(setup) = wait_for_mount_order(events) else {
         // Nothing is mounted yet, so there is nothing to undo.
         return Ok(DONE);
@@ -182,7 +184,7 @@ fn run_part(message_sender: &MessageSender, events: &Receiver<PartEvent>) -> Res
     let end_policy = mount.serve_until_end(message_sender, events);
     // The thread that prunes stops when its sender is dropped.
     drop(pruning);
-    // No policy means that `firn run` has ended early.
+    // Without a policy, `firn run` has ended early, and nothing reads a report.
     let report = match (end_policy, &setup.report) {
         (Some(policy), None) => mount.unmount(policy, message_sender),
         (Some(policy), Some(wanted)) => mount.unmount_and_report(policy, wanted, message_sender),
@@ -197,15 +199,15 @@ fn run_part(message_sender: &MessageSender, events: &Receiver<PartEvent>) -> Res
 }
 
 /// Waits for the order to mount, and returns its setup. Returns `None` if this process has to end before.
-fn wait_for_mount_order(events: &Receiver<PartEvent>) -> Option<Box<MountSetup>> {
+fn wait_for_mount_order(events: &Receiver<HostEvent>) -> Option<Box<MountSetup>> {
     loop {
         match events.recv() {
-            Ok(PartEvent::Order(HostOrder::Mount(setup))) => return Some(setup),
-            Ok(PartEvent::Order(HostOrder::Drain)) => {}
+            Ok(HostEvent::Order(HostOrder::Mount(setup))) => return Some(setup),
+            Ok(HostEvent::Order(HostOrder::Drain)) => {}
             Ok(
-                PartEvent::Order(HostOrder::End(_))
-                | PartEvent::Signal
-                | PartEvent::CoordinatorGone,
+                HostEvent::Order(HostOrder::End(_))
+                | HostEvent::Signal
+                | HostEvent::CoordinatorGone,
             )
             | Err(_) => return None,
         }
@@ -228,19 +230,21 @@ enum Force {
 struct HostMount {
     /// The two directories of the run.
     dirs: RunDirs,
-    /// Whether the preload library alone serves the files, without FUSE.
-    is_tree: bool,
+    /// Whether the mount is a stub tree: empty files without FUSE, behind which the preload library serves the real
+    /// files.
+    is_stub_tree: bool,
     /// The file with ROMIO hints. The unmount removes it.
     romio_hints: Option<PathBuf>,
-    /// Number of requested drains that are not finished. The thread that drains runs while it is not 0.
-    pending_drains: Arc<AtomicU32>,
+    /// Number of requested drains that are not finished. The thread that drains runs while it is not 0, until the
+    /// unmount begins.
+    requested_drains: Arc<AtomicU32>,
     /// Set when the unmount begins. A drain that fails after that is no error.
     is_ending: Arc<AtomicBool>,
 }
 
 impl HostMount {
-    /// Mounts according to the setup. If a later step fails, it unmounts again and keeps the held data, which is in
-    /// memory only. `is_tree` is true for a mount without FUSE, a stub tree of empty files.
+    /// Mounts as `setup` says, and prepares the mount for the command. If the preparation fails, unmounts again, and
+    /// keeps the data that is in memory only.
     fn mount(setup: &MountSetup, message_sender: &MessageSender) -> Result<Self, Failure> {
         let to_path_buf =
             |path: &Option<BytePath>| path.as_ref().map(|path| path.as_path().to_owned());
@@ -253,7 +257,7 @@ impl HostMount {
             &setup.default_prefix,
             to_path_buf(&setup.backing),
         )?;
-        let is_tree = options.frontend == Frontend::Preload;
+        let is_stub_tree = options.frontend == Frontend::Preload;
         let request = MountRequest {
             backing: dirs.backing.clone(),
             mount_point: dirs.prefix.clone(),
@@ -265,9 +269,9 @@ impl HostMount {
         firn_daemon::mount_with_notices(request, &mut |text| message_sender.send_notice(text))?;
         let mut mount = Self {
             dirs,
-            is_tree,
+            is_stub_tree,
             romio_hints: None,
-            pending_drains: Arc::default(),
+            requested_drains: Arc::default(),
             is_ending: Arc::default(),
         };
         if let Err(failure) = mount.prepare_for_command(setup) {
@@ -295,7 +299,7 @@ impl HostMount {
         MountedHost {
             prefix: self.dirs.prefix.clone().into(),
             backing: self.dirs.backing.clone().into(),
-            is_tree: self.is_tree,
+            is_tree: self.is_stub_tree,
             romio_hints: self.romio_hints.clone().map(Into::into),
         }
     }
@@ -318,36 +322,38 @@ impl HostMount {
     fn serve_until_end(
         &self,
         message_sender: &MessageSender,
-        events: &Receiver<PartEvent>,
+        events: &Receiver<HostEvent>,
     ) -> Option<HeldPolicy> {
         loop {
             match events.recv() {
-                Ok(PartEvent::Signal | PartEvent::Order(HostOrder::Drain)) => {
+                Ok(HostEvent::Signal | HostEvent::Order(HostOrder::Drain)) => {
                     self.start_drain(message_sender)
                 }
                 // The mount exists already.
-                Ok(PartEvent::Order(HostOrder::Mount(_))) => {}
-                Ok(PartEvent::Order(HostOrder::End(policy))) => return Some(policy),
-                Ok(PartEvent::CoordinatorGone) | Err(_) => return None,
+                Ok(HostEvent::Order(HostOrder::Mount(_))) => {}
+                Ok(HostEvent::Order(HostOrder::End(policy))) => return Some(policy),
+                Ok(HostEvent::CoordinatorGone) | Err(_) => return None,
             }
         }
     }
 
     /// Starts a drain, which makes the data in memory durable, in a thread, and returns at once. Only one drain runs at
     /// a time: calls during a drain cause a single further drain after it. Without a backing there is nothing to do.
+    ///
+    /// After the unmount has begun, no further drain starts: the thread ends with the counter above 0.
     fn start_drain(&self, message_sender: &MessageSender) {
-        if self.dirs.is_memory_only || self.pending_drains.fetch_add(1, Ordering::AcqRel) > 0 {
+        if self.dirs.is_memory_only || self.requested_drains.fetch_add(1, Ordering::AcqRel) > 0 {
             return;
         }
         let prefix = self.dirs.prefix.clone();
         let message_sender = message_sender.clone();
         let is_ending = Arc::clone(&self.is_ending);
-        let pending_drains = Arc::clone(&self.pending_drains);
+        let requested_drains = Arc::clone(&self.requested_drains);
         thread::spawn(move || {
             loop {
                 // This drain serves the calls that are counted now. Data may have been written before a later call, so
                 // later calls cause another round.
-                let served_drains = pending_drains.load(Ordering::Acquire);
+                let served_drains = requested_drains.load(Ordering::Acquire);
                 let result = make_durable(&prefix, &mut |_| {});
                 // The unmount has begun and drains by itself, so an error here would be misleading.
                 if is_ending.load(Ordering::Acquire) {
@@ -356,18 +362,18 @@ impl HostMount {
                 if let Err(error) = result {
                     message_sender.send_notice(format!("some data is not durable yet: {error}"));
                 }
-                if pending_drains.fetch_sub(served_drains, Ordering::AcqRel) == served_drains {
+                if requested_drains.fetch_sub(served_drains, Ordering::AcqRel) == served_drains {
                     return;
                 }
             }
         });
     }
 
-    /// Unmounts, and sends this host's data for the report of the run: the record (what the mount did), and on one host
-    /// the list of checkpoints. `policy` says what happens to held data, which is in memory only.
+    /// Unmounts, and sends this host's data for the report of the run: the record (what the mount did) and, if that is
+    /// a task of this host, the list of checkpoints. `policy` says what happens to data that is in memory only.
     ///
     /// The checkpoints are listed before the unmount, while the mount shows the files. The record is read after the
-    /// unmount, so that it covers everything.
+    /// unmount, so that it covers everything. If this data cannot be read, a message tells `firn run` why.
     fn unmount_and_report(
         &self,
         policy: HeldPolicy,
@@ -386,7 +392,7 @@ impl HostMount {
             }
         };
         run.replace_own_record(&self.dirs.backing);
-        let checkpoints: Vec<report::CheckpointNow> = run.checkpoints.into_values().collect();
+        let checkpoints: Vec<report::CurrentCheckpoint> = run.checkpoints.into_values().collect();
         for chunk in checkpoints.chunks(CHECKPOINTS_PER_MESSAGE) {
             message_sender.send_message(&HostMessage::Checkpoints(chunk.to_vec()));
         }
@@ -422,11 +428,12 @@ impl HostMount {
         report
     }
 
-    /// Drains (writes all data in memory to the backing) if the policy says so, and unmounts. Records in `report` how
-    /// many bytes stay in memory, and in which arena, the file that has them.
+    /// Drains (writes all data in memory to the backing) if the policy says so, and unmounts. Stores in `report` how
+    /// many bytes stay in memory, and in which arena (the file that has them).
     ///
     /// Fails if a program uses the mount (unless forced), or if files stay in logs that other hosts have open. Also
-    /// fails if the policy is to drain and something did not become durable.
+    /// fails if the policy is to drain and something did not become durable: this failure comes last, after the
+    /// unmount.
     fn drain_and_unmount(
         &self,
         policy: HeldPolicy,
@@ -490,7 +497,7 @@ impl HostMount {
 
     /// Unmounts after `firn run`, the coordinator, has ended early. Waits until no program uses the mount. A signal
     /// forces the unmount. A failure is in the returned report.
-    fn unmount_without_coordinator(&self, events: &Receiver<PartEvent>) -> UnmountReport {
+    fn unmount_without_coordinator(&self, events: &Receiver<HostEvent>) -> UnmountReport {
         self.remove_hints();
         // Without `firn run`, the result of the command is unknown. Files in memory only are kept, and others are
         // drained.
@@ -503,7 +510,7 @@ impl HostMount {
         loop {
             let mut report = UnmountReport::default();
             match self.drain_and_unmount(policy, force, &mut report, &mut |_| {}) {
-                // A program still uses the mount. The unmount is tried again later.
+                // The mount still exists, most often because a program uses it. The unmount is tried again later.
                 Err(_) if force == Force::No && firn_client::find(&self.dirs.prefix).is_ok() => {}
                 Err(failure) => {
                     report.failure = Some(text_and_status(failure));
@@ -512,7 +519,8 @@ impl HostMount {
                 Ok(()) => return report,
             }
             match events.recv_timeout(UNMOUNT_CHECK_INTERVAL) {
-                Ok(PartEvent::Signal) => force = Force::Yes,
+                Ok(HostEvent::Signal) => force = Force::Yes,
+                // The thread that watches for signals never ends, so the channel stays connected.
                 Ok(_) | Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {}
             }
         }

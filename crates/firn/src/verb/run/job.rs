@@ -67,6 +67,7 @@ enum JobEvent {
 
 /// A launch command that was started.
 struct RunningLauncher {
+    /// The process of the launch command.
     child: Child,
     /// Its standard input. `None` means that it accepts no more orders.
     orders: Option<ChildStdin>,
@@ -148,8 +149,8 @@ impl Host {
         }
     }
 
-    /// Records a message of the host part, the process that mounts on the host, about its progress. Other messages have
-    /// no effect.
+    /// Updates the state of the host from a message about its progress. The message comes from the host part, the
+    /// process that mounts on the host. Messages about other things have no effect.
     fn record_progress(&mut self, message: &HostMessage) {
         match message {
             HostMessage::Hello(name) => {
@@ -171,6 +172,7 @@ impl Host {
                 self.remaining_files = *files;
             }
             HostMessage::Ended(report) => self.state = HostState::Ended(report.clone()),
+            // The caller handles the other messages.
             _ => {}
         }
     }
@@ -216,8 +218,9 @@ pub(super) struct Job<'a> {
 pub(super) struct UnmountSummary {
     /// What was waited for during the unmounts.
     pub(super) waited: WaitSummary,
-    /// Bytes that remain in memory, and the arenas that hold them.
+    /// Bytes that remain in memory.
     pub(super) held_bytes: u64,
+    /// The arenas that hold these bytes.
     pub(super) arenas: Vec<PathBuf>,
     /// The mounts that were usable.
     pub(super) mounted: Vec<MountedHost>,
@@ -507,7 +510,7 @@ impl<'a> Job<'a> {
     }
 
     /// Sums up the results of the unmounts on all hosts, with a failure for each host that did not finish. `duration`
-    /// is how long they took. Moves the report out of `self`.
+    /// is how long they took. The report of the run moves from `self` to the summary.
     fn summarize_unmounts(&mut self, duration: Duration) -> UnmountSummary {
         let mut summary = UnmountSummary {
             waited: WaitSummary {
@@ -568,8 +571,8 @@ impl<'a> Job<'a> {
         })
     }
 
-    /// Ends the launch commands (srun, ssh). This ends the standard input of the processes that they started on the
-    /// hosts, which then unmount if they have not yet done so.
+    /// Ends the launch commands (srun, ssh). The processes that they started on the hosts get the end of their standard
+    /// input, and unmount if they have not yet done so.
     fn end_launchers(mut self) {
         // This closes the standard input of each launch command.
         for launcher in &mut self.launchers {
@@ -593,7 +596,7 @@ impl<'a> Job<'a> {
             if !has_working_host && launcher.is_running() {
                 // An error means that it has just ended.
                 let _ = kill_process(Pid::from_child(&launcher.child), Signal::TERM);
-                // This removes the process if it has ended already.
+                // If the process has ended already, this reaps it, so that it does not remain as a zombie.
                 let _ = launcher.child.try_wait();
             }
         }
@@ -738,16 +741,17 @@ impl<'a> Job<'a> {
         sender_id: u64,
         name: &str,
     ) -> Option<usize> {
-        let mut silent_hosts = self.launchers[launcher_index].hosts.clone();
-        silent_hosts.retain(|index| self.hosts[*index].sender_id.is_none());
+        // Hosts that have sent nothing yet.
+        let mut candidates = self.launchers[launcher_index].hosts.clone();
+        candidates.retain(|index| self.hosts[*index].sender_id.is_none());
         let has_name = |index: &&usize| self.hosts[**index].name == name;
         let has_short_name =
             |index: &&usize| short_host_name(&self.hosts[**index].name) == short_host_name(name);
-        let host_index = *silent_hosts
+        let host_index = *candidates
             .iter()
             .find(has_name)
-            .or_else(|| silent_hosts.iter().find(has_short_name))
-            .or_else(|| silent_hosts.first())?;
+            .or_else(|| candidates.iter().find(has_short_name))
+            .or_else(|| candidates.first())?;
         self.hosts[host_index].sender_id = Some(sender_id);
         Some(host_index)
     }

@@ -60,6 +60,7 @@ pub(super) trait Launcher {
 
 /// A command on this host, such as `ssh`, which starts the program on some of the hosts.
 pub(super) struct LaunchCommand {
+    /// The command, which is not started yet.
     pub(super) command: Command,
     /// The hosts on which it starts the program, as indices into [`Launcher::hosts`].
     pub(super) hosts: Vec<usize>,
@@ -134,11 +135,11 @@ const HOST_QUERY_TIMEOUT: Duration = Duration::from_secs(60);
 /// Maximum size in bytes of a list of hosts: 100,000 hosts with names of 40 bytes.
 const HOSTS_BYTES_MAX: usize = 4 << 20;
 
-/// Runs a command of a resource manager that prints host names, separated by white space. Returns the names.
+/// Runs a command of a resource manager that prints words, such as host names. Returns the words.
 ///
-/// Fails if the command fails, exceeds its timeout, or prints no name. The error then names the options that the user
+/// Fails if the command fails, exceeds its timeout, or prints no word. The error then names the options that the user
 /// can use instead of the command.
-fn query_hosts(command: Command) -> Result<Vec<String>, Failure> {
+fn query_words(command: Command) -> Result<Vec<String>, Failure> {
     let program = command.get_program().to_string_lossy().into_owned();
     let failure = |reason: &str| {
         let text = format!(

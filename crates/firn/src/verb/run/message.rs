@@ -3,12 +3,10 @@
 //! * `firn run` writes orders to the standard input of a host part, one line of JSON each.
 //! * A host part writes messages to its standard output. A launcher such as srun may mix the outputs of many hosts, and
 //!   may cut long lines. So a message is sent as *fragments*: short lines, each with the number of its sender.
-//! * A line that does not begin with [`MARK`] is output of something else, such as a login script.
+//! * A line that does not begin with [`FRAGMENT_PREFIX`] is output of something else, such as a login script.
 //!
-//! Terms
-//! * *Held* data is in memory only. *Drained* data is in the backing, the directory in which files end up.
-//! * A *lost* host no longer answers. Its *partner* is a host with copies of its held data.
-//! * A *record* says what the mount of a host did.
+//! *Held* data is in memory only. *Drained* data is in the backing, the directory in which files end up. A *lost* host
+//! no longer answers.
 //!
 //! Bounds
 //! * An order has at most `ORDER_BYTES_MAX` bytes, a message `MESSAGE_BYTES_MAX`, and a line of output
@@ -25,7 +23,7 @@ use firn_protocol::path::BytePath;
 use firn_protocol::record::{RECORD_BYTES_MAX, RunRecord};
 use serde::{Deserialize, Serialize};
 
-use crate::report::CheckpointNow;
+use crate::report::CurrentCheckpoint;
 
 /// Maximum size of an order in bytes. Options have some kilobytes, and a file with ROMIO hints has at most 64 KiB.
 const ORDER_BYTES_MAX: u64 = 1 << 20;
@@ -36,11 +34,11 @@ const LINE_BYTES_MAX: u64 = 64 << 10;
 /// Bytes of text in a fragment. Slurm passes on lines of up to 1,024 bytes in one piece.
 const FRAGMENT_BYTES: usize = 800;
 /// First word of each line that is a fragment.
-const MARK: &str = "firn-run";
-/// Third word of a fragment that is not the last of its message.
-const MORE: &str = "+";
+const FRAGMENT_PREFIX: &str = "firn-run";
+/// Third word of each fragment before the last of its message.
+const CONTINUES: &str = "+";
 /// Third word of the last fragment of a message.
-const LAST: &str = ".";
+const ENDS: &str = ".";
 
 /// An order of `firn run` to a host part.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -133,7 +131,7 @@ pub(super) enum HostMessage {
     /// The record of what the mount did, for the report of the run.
     Record(Box<RunRecord>),
     /// A part of the list of checkpoints that existed before the unmount.
-    Checkpoints(Vec<CheckpointNow>),
+    Checkpoints(Vec<CurrentCheckpoint>),
     /// A sentence about something that the report of the run lacks.
     NotReported(String),
     /// The unmount is over, and the host's part ends.
@@ -147,7 +145,7 @@ pub(super) struct MountedHost {
     pub(super) prefix: BytePath,
     /// The backing.
     pub(super) backing: BytePath,
-    /// Whether the preload library alone serves the files, without FUSE.
+    /// Whether the mount is a stub tree (without FUSE), which only the preload library can read.
     pub(super) is_tree: bool,
     /// Path of the file with ROMIO hints, if there is one.
     pub(super) romio_hints: Option<BytePath>,
@@ -204,8 +202,15 @@ fn split_into_fragments(sender_id: u64, message_text: &str) -> String {
     loop {
         let split_offset = unsent_text.floor_char_boundary(FRAGMENT_BYTES);
         let (fragment_text, later_text) = unsent_text.split_at(split_offset);
-        let kind = if later_text.is_empty() { LAST } else { MORE };
-        let _ = writeln!(lines, "{MARK} {sender_id:016x} {kind} {fragment_text}");
+        let kind = if later_text.is_empty() {
+            ENDS
+        } else {
+            CONTINUES
+        };
+        let _ = writeln!(
+            lines,
+            "{FRAGMENT_PREFIX} {sender_id:016x} {kind} {fragment_text}"
+        );
         if later_text.is_empty() {
             return lines;
         }
@@ -224,6 +229,7 @@ pub(super) enum LauncherOutput {
 
 /// Reads the output of a launcher, in which the messages of several hosts are mixed.
 pub(super) struct MessageReader<R> {
+    /// The output of the launcher.
     output: R,
     /// For each sender, the beginning of a message whose last fragment has not arrived yet.
     partial_messages: BTreeMap<u64, String>,
@@ -304,12 +310,12 @@ struct Fragment<'a> {
 impl<'a> Fragment<'a> {
     /// Parses a line, or returns `None` if it is no fragment.
     fn parse(line: &'a str) -> Option<Self> {
-        let line_without_mark = line.strip_prefix(MARK)?.strip_prefix(' ')?;
-        let (sender_id, kind_and_text) = line_without_mark.split_once(' ')?;
+        let line_without_prefix = line.strip_prefix(FRAGMENT_PREFIX)?.strip_prefix(' ')?;
+        let (sender_id, kind_and_text) = line_without_prefix.split_once(' ')?;
         let (kind, text) = kind_and_text.split_once(' ')?;
         let is_last = match kind {
-            LAST => true,
-            MORE => false,
+            ENDS => true,
+            CONTINUES => false,
             _ => return None,
         };
         Some(Self {

@@ -15,8 +15,8 @@ use crate::prune::{self, Verdict};
 const PRUNE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Removes old checkpoints at an interval, until all senders of `stop_receiver` are dropped. `prefix` is the mount
-/// point, and `keep` the number of whole (completely written) checkpoints that stay. A failure is passed to
-/// `print_notice` once, and stops nothing.
+/// point, and `keep` the number of complete checkpoints that stay. A failure is passed to `print_notice` once, and
+/// stops nothing.
 pub(super) fn prune_until_stopped(
     stop_receiver: &Receiver<()>,
     prefix: &Path,
@@ -35,8 +35,8 @@ pub(super) fn prune_until_stopped(
     }
 }
 
-/// Removes old checkpoints at the top of the mount once, and keeps at least `keep` whole (completely written) ones.
-/// Returns the failures to remove a checkpoint. Fails if firnd, the daemon of the mount, cannot list the checkpoints.
+/// Removes old checkpoints in the root directory of the mount once, and keeps at least `keep` complete ones. Returns
+/// the failures to remove a checkpoint. Fails if firnd, the daemon of the mount, cannot list the checkpoints.
 fn prune_once(prefix: &Path, keep: usize) -> Result<Vec<Failure>, Failure> {
     let directory = Directory::open(firn_client::find(prefix)?)?;
     // With at most `keep` entries no checkpoint can be too old, so firnd need not be asked.
@@ -45,9 +45,9 @@ fn prune_once(prefix: &Path, keep: usize) -> Result<Vec<Failure>, Failure> {
         return Ok(Vec::new());
     }
     let mut failures = prune::finish_removals(&directory)?;
-    let judged = prune::judge_directory(&directory, keep)?;
-    failures.extend(judged.failures);
-    for checkpoint in &judged.checkpoints {
+    let decisions = prune::decide_removals(&directory, keep)?;
+    failures.extend(decisions.failures);
+    for checkpoint in &decisions.checkpoints {
         if checkpoint.verdict != Verdict::Remove {
             continue;
         }

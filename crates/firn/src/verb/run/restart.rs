@@ -5,10 +5,10 @@
 //!
 //! Promises
 //! * A file that exists here with the same size and time is not fetched. A file that was written later is not replaced.
-//! * All files below one name at the top of the mount are fetched before any of them gets its final name. After an
-//!   interruption, the same command continues.
-//! * Files are fetched into a directory with mode 0700. From there they are moved by the descriptor of the mount's top,
-//!   and no symbolic link is followed: other users may create names in the backing.
+//! * All files at or below one entry of the mount's root directory are fetched before any of them gets its final name.
+//!   After an interruption, the same command continues.
+//! * Files are fetched into a directory with mode 0700. From there they are moved by the descriptor of the mount's root
+//!   directory, and no symbolic link is followed: other users may create names in the backing.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -61,8 +61,9 @@ struct Restart<'a> {
 /// What this mount has of a file that a partner has a copy of.
 #[derive(PartialEq)]
 enum LocalState {
-    /// The file does not exist here, is empty, or is older than the copy.
-    Missing,
+    /// The copy may replace it: the file does not exist here, cannot be examined, is empty, or is not newer than the
+    /// copy.
+    Replaceable,
     /// The file has the same size and time here.
     Same,
     /// The file was written here after the copy was made.
@@ -70,11 +71,11 @@ enum LocalState {
 }
 
 /// Restores the files that the lost `host` had in memory to the mount at `prefix`, from the copies of its partners (the
-/// hosts that kept copies). Files that are here already are not fetched. The agent of `host`, the process that served
-/// its files, has left a record in the backing that names the partners.
+/// hosts that kept copies). Files that are here already are not fetched.
 ///
-/// If the host had no partner, or the partner has no copies, it prints a notice and returns without an error. Fails if
-/// the present partner cannot be reached, or if a file cannot be restored.
+/// The record that the agent of `host` (the process that served its files) left in the backing names the partners: the
+/// last one, and earlier ones. If the host had no partner, or the partner has no copies, prints a notice and returns
+/// without an error. Fails if the last partner cannot be reached, or if a file cannot be restored.
 pub(super) fn restore_files(host: &str, prefix: &Path, backing: &Path) -> Result<(), Failure> {
     let print_backing_only = |reason: &str| {
         output::print_message(&format!(
@@ -96,18 +97,19 @@ pub(super) fn restore_files(host: &str, prefix: &Path, backing: &Path) -> Result
         return Ok(());
     }
     let has_former_partners = !record.formers.is_empty();
-    // The present partner comes first.
+    // The last partner comes first.
     for (index, partner) in record.holders().enumerate() {
         let is_former = index > 0;
         match restore_from_partner(partner, host, prefix, backing) {
             Ok(PartnerCopies::Restored) => {}
-            // A former partner without copies is normal, because a later partner took them over.
+            // With several partners, one without copies is normal: it has not taken them over yet, or no longer has
+            // them.
             Ok(PartnerCopies::Missing) if has_former_partners => {}
             Ok(PartnerCopies::Missing) => {
                 print_backing_only(&format!("{partner} has no copies of {host}"))
             }
-            // The present partner was taking over the copies of this earlier partner. The copies of the present
-            // partner are already restored, so this failure is only reported.
+            // The last partner was taking over the copies of this earlier partner. The copies of the last partner are
+            // already restored, so this failure is only reported.
             Err(Failure::Message { text, .. }) if is_former => output::print_message(&format!(
                 "{partner}, an earlier partner of {host}, may have further copies: {text}"
             )),
@@ -159,20 +161,21 @@ fn restore_from_partner(
         present_files: 0,
     };
     for (name, entries) in group_by_first_name(&entries) {
-        restart.restore_name(&name, &entries)?;
+        restart.restore_tree(&name, &entries)?;
     }
     restart.print_restored();
     Ok(PartnerCopies::Restored)
 }
 
 impl Restart<'_> {
-    /// Restores all files below one name at the top of the mount, if any of them is missing. They are first fetched
-    /// into a private staging directory, and get their final names when all of them are complete.
-    fn restore_name(&mut self, name: &BytePath, entries: &[&Entry]) -> Result<(), Failure> {
-        let is_file_missing = entries
+    /// Restores all files at or below one name in the root directory of the mount, if one of them is missing or
+    /// outdated. They are first fetched into a private staging directory, and get their final names when all of them
+    /// are complete.
+    fn restore_tree(&mut self, name: &BytePath, entries: &[&Entry]) -> Result<(), Failure> {
+        let needs_restore = entries
             .iter()
-            .any(|entry| self.local_state(entry) == Some(LocalState::Missing));
-        if !is_file_missing {
+            .any(|entry| self.local_state(entry) == Some(LocalState::Replaceable));
+        if !needs_restore {
             for entry in entries {
                 self.record_present_file(entry);
             }
@@ -190,14 +193,14 @@ impl Restart<'_> {
         remove_tree(&self.top, STAGING_DIR, &staged_path)
     }
 
-    /// Compares a file of the partner, the host with the copies, with the file of the same path here. Returns `None` if
-    /// the entry is no regular file. A file here that is older than the copy counts as missing, so it is replaced.
+    /// Compares a file of the partner (the host with the copies) with the file of the same path here. The size and the
+    /// modification time decide. Returns `None` if the entry is no regular file.
     fn local_state(&self, entry: &Entry) -> Option<LocalState> {
         let EntryKind::File { bytes, .. } = entry.kind else {
             return None;
         };
         let Ok(local_stat) = self.stat_beneath(&entry.path) else {
-            return Some(LocalState::Missing);
+            return Some(LocalState::Replaceable);
         };
         // The width of these fields differs between architectures.
         #[allow(clippy::unnecessary_cast)]
@@ -208,11 +211,11 @@ impl Restart<'_> {
             LocalState::Same
         } else if local_bytes == 0 {
             // An empty file is a name without data, so the copy overwrites nothing.
-            LocalState::Missing
+            LocalState::Replaceable
         } else if local_time > copy_time {
             LocalState::Newer
         } else {
-            LocalState::Missing
+            LocalState::Replaceable
         })
     }
 
@@ -230,7 +233,7 @@ impl Restart<'_> {
                 "{} was written after {} was lost: it stays as it is",
                 entry.path, self.host
             )),
-            Some(LocalState::Missing) | None => {}
+            Some(LocalState::Replaceable) | None => {}
         }
     }
 
@@ -256,10 +259,10 @@ impl Restart<'_> {
         result.map(drop).map_err(restart_failure)
     }
 
-    /// Moves one fetched file to its final name, or creates its directory. A file that is not missing here stays.
+    /// Moves one fetched file to its final name, or creates the directory of `entry`. A file here that is the same or
+    /// newer stays. Links and other objects are not restored.
     ///
-    /// `name` is the first component of the entry's path, at which the staged tree begins, the private directory of
-    /// fetched files. Links and other objects are not restored.
+    /// `name` is the first component of the entry's path. In the staging directory, the path begins after it.
     fn move_to_final_name(
         &mut self,
         name: &BytePath,
@@ -274,9 +277,11 @@ impl Restart<'_> {
         match entry.kind {
             EntryKind::Directory => create_dir(&final_dir, final_name, entry.mode).map_err(failure),
             EntryKind::File { bytes, .. }
-                if self.local_state(entry) == Some(LocalState::Missing) =>
+                if self.local_state(entry) == Some(LocalState::Replaceable) =>
             {
-                let path_below_name = final_path.strip_prefix(name).expect("it is of that name");
+                let path_below_name = final_path
+                    .strip_prefix(name)
+                    .expect("the path of the entry begins with the name");
                 let staged_path = staged_path_of(path_below_name);
                 let staged_dir = open_parent_beneath(staging_dir, &staged_path).map_err(failure)?;
                 renameat(staged_dir, last_name(&staged_path), &final_dir, final_name)

@@ -2,7 +2,7 @@
 //!
 //! Terms
 //! * *Held* data is only in the *arena*, the shared memory of the mount. *Drained* data is in the backing.
-//! * A *lane* is one I/O server. Its *token* is the lock that gives it one writing host.
+//! * A *lane* is one I/O server. Its *token* is the lock that makes one host its only writer.
 //! * firnd is the daemon of a mount.
 
 use std::collections::BTreeMap;
@@ -36,8 +36,8 @@ pub enum StatusDetail {
     All,
 }
 
-/// Returns the text for a mount. If the mount does not answer, or is only an arena (a file in memory) that a mount
-/// left, the text has its name and advice.
+/// Returns the text for a mount. If its daemon does not answer, or only its arena (a file in memory) is left, the text
+/// has the path of the mount point or arena, and advice.
 pub fn format_mount(mount: &FoundMount, detail: StatusDetail, paint: Paint) -> String {
     match mount {
         FoundMount::Alive { status, files } => {
@@ -48,11 +48,11 @@ pub fn format_mount(mount: &FoundMount, detail: StatusDetail, paint: Paint) -> S
             text
         }
         FoundMount::Silent {
-            mount_point: name, ..
+            mount_point: path, ..
         }
-        | FoundMount::Left { arena: name, .. } => {
+        | FoundMount::Left { arena: path, .. } => {
             let advice = mount.advice().unwrap_or_default();
-            format!("{}\n  {advice}\n", paint.error(&name.to_string()))
+            format!("{}\n  {advice}\n", paint.error(&path.to_string()))
         }
     }
 }
@@ -154,6 +154,7 @@ fn add_trouble_lines(status: &Status, paint: Paint, lines: &mut BlockLines) {
 fn add_error_lines(status: &Status, paint: Paint, lines: &mut BlockLines) {
     let mut add_line = |label: &str, text: String| lines.add(LineRank::Trouble, label, &text);
     let point = &status.mount_point;
+    // An error has no lane, so the earliest retry of all lanes is shown with each error.
     let next_retry_seconds = status
         .lanes
         .iter()
@@ -170,6 +171,7 @@ fn add_error_lines(status: &Status, paint: Paint, lines: &mut BlockLines) {
                 "the data of these errors is drained by now: `firn status --clear-errors {point}` clears the list"
             )
         };
+        // Without a label, the line continues those of the errors.
         add_line("", help);
     }
     for lane in &status.lanes {
@@ -199,8 +201,8 @@ fn add_wait_lines(status: &Status, paint: Paint, lines: &mut BlockLines) {
     }
 }
 
-/// Adds lines about data that is at risk, or that waits for a decision of the user: data in the spill file (memory's
-/// extension on disk), of files that are gone, without copies on a partner host, or in a transaction.
+/// Adds lines about data that is at risk, or that waits for a decision of the user: a failing spill file (memory's
+/// extension on disk), data of removed files, data without copies on a partner host, and transactions in trouble.
 fn add_data_trouble_lines(status: &Status, paint: Paint, lines: &mut BlockLines) {
     let mut add_line = |label: &str, text: String| lines.add(LineRank::Trouble, label, &text);
     if status.spill.as_ref().is_some_and(|spill| spill.failing) {
@@ -325,8 +327,8 @@ fn add_main_lines(status: &Status, paint: Paint, lines: &mut BlockLines) {
     }
 }
 
-/// Adds all other figures and options. The arena is the mount's shared memory, made of chunks. A lane is an I/O server,
-/// and its token is the lock that gives it one writing host.
+/// Adds all figures and options that the other lines do not show. They are about the memory (the arena), the counts of
+/// each kind of step, and the lanes (I/O servers) with their locks (tokens).
 fn add_detail_lines(status: &Status, paint: Paint, lines: &mut BlockLines) {
     let mut add_line = |label: &str, text: String| lines.add(LineRank::Detail, label, &text);
     let chunk_size = bytes(status.chunk_bytes);
@@ -411,8 +413,8 @@ fn firnd_text(status: &Status) -> String {
     )
 }
 
-/// Returns what a close of a file waits for, which determines its speed, and the options that differ from their
-/// defaults. Held data is in memory only.
+/// Returns the options that differ from their defaults. If the option `close` is set to `drain` or `held`, says first
+/// what a close of a file waits for, because that determines its speed.
 fn options_text(status: &Status) -> String {
     let defaults = Options::default().in_force();
     let mut close_text = None;
@@ -587,8 +589,8 @@ fn histogram_text(name: &str, histogram: &HistogramStatus) -> String {
     )
 }
 
-/// Returns a line about a lane (an I/O server): its path, how many bytes in memory are for it, and its queue of files
-/// to be written.
+/// Returns a line about a lane (an I/O server): its path, its placement, its bytes that are in memory only, its queue
+/// of files, and its busy writers.
 fn lane_text(lane: &LaneStatus, paint: Paint) -> String {
     let placement = match &lane.placed {
         Some(placed) => placed_text(placed, paint),
@@ -600,8 +602,9 @@ fn lane_text(lane: &LaneStatus, paint: Paint) -> String {
         "{}: {placement}{held} held in {held_files}, {} queued, {} of {} writers busy",
         lane.path, lane.queued_files, lane.writers, lane.max_writers
     );
-    if let Some(present_file) = &lane.file {
-        text += &format!(", at {present_file}");
+    // With order=sequential, the lane writes one file at a time.
+    if let Some(file_in_progress) = &lane.file {
+        text += &format!(", at {file_in_progress}");
     }
     text
 }
@@ -624,9 +627,9 @@ fn placed_text(placed: &PlacedStatus, paint: Paint) -> String {
     format!("{state}, {role}{files} placed, {written} written, ")
 }
 
-/// Returns the state of a lane's token, which grants one host at a time the right to write to the lane.
+/// Returns the state of a lane's token: the lock that makes one host at a time the writer of the lane.
 ///
-/// `Without` means that the host writes to the lane although the token was not granted in time.
+/// `Without` means that the host writes to the lane without the lock, because it did not get the lock in time.
 fn token_text(token: &TokenStatus, paint: Paint) -> String {
     let time = seconds(token.state_seconds);
     let state = match (token.state, &token.holder) {
@@ -681,14 +684,15 @@ fn arena_text(status: &Status, paint: Paint) -> String {
     )
 }
 
-/// Returns a line about a transaction (changes that take effect together), with the state of its backup if there is
-/// one. The backup is a copy of the changes in another directory.
+/// Returns a line about a transaction (changes that take effect together): its stage, and the state of its backup (a
+/// copy of the changes in another directory) if there is one.
 fn transaction_text(transaction: &TransactionStatus, paint: Paint) -> String {
     let stage = stage_text(transaction, paint);
     let Some(backup) = &transaction.backup else {
         return stage;
     };
     let is_open = transaction.stage == TransactionStage::Open;
+    // The first case that fits counts.
     let backup_state = if let Some(error) = &backup.error {
         paint.error(&format!("not in the backup: {error}"))
     } else if backup.whole {
@@ -717,8 +721,10 @@ fn rule_text(transaction: &TransactionStatus) -> String {
     }
 }
 
-/// Returns the stage of a transaction in words, with the command that continues it. The transaction covers the changes
-/// at or below one path, its scope. When it is prepared, it is durable, and waits for a commit or an abort.
+/// Returns the stage of a transaction in words, with the command that continues it.
+///
+/// It is first open: programs change files at or below one path, its scope. Once prepared, the changes are durable, and
+/// wait for a commit or an abort. Once decided, the commit is certain, and the changes are being applied.
 fn stage_text(transaction: &TransactionStatus, paint: Paint) -> String {
     let scope = if transaction.scope.is_empty() {
         "the whole mount".to_owned()
@@ -775,21 +781,26 @@ fn owner_text(transaction: &TransactionStatus) -> String {
     }
 }
 
-/// Returns the state of the copies in the memory of the partner, another host that keeps this host's held data (data
-/// that is not in the backing).
-fn partner_text(partner: &PartnerStatus, paint: Paint) -> String {
+/// Returns how much of this host's held data (in memory only) a partner host has copied, and how much it has not.
+fn copies_text(partner: &PartnerStatus) -> String {
+    let host = partner.host.as_deref().unwrap_or_default();
     let copied = bytes(partner.copied_bytes);
+    if partner.left_files == 0 {
+        return format!("{host} has copies of {copied}");
+    }
+    let missing = bytes(partner.left_bytes);
+    let lag = seconds(partner.lag_seconds);
+    format!("{host} has copies of {copied}, but not of {missing}, the oldest written {lag} ago")
+}
+
+/// Returns the state of the copies in the memory of the partner: the host that keeps copies of data that is in this
+/// host's memory only.
+fn partner_text(partner: &PartnerStatus, paint: Paint) -> String {
     let mut text = if partner.present {
-        let host = partner.host.as_deref().unwrap_or_default();
-        format!("{host} has copies of {copied}")
+        copies_text(partner)
     } else {
         paint.warning("none: held data is lost if this host is lost")
     };
-    if partner.present && partner.left_files > 0 {
-        let missing = bytes(partner.left_bytes);
-        let lag = seconds(partner.lag_seconds);
-        text += &format!(", but not of {missing}, the oldest written {lag} ago");
-    }
     if !partner.note.is_empty() {
         text += &format!("; {}", paint.warning(&printable(&partner.note)));
     }
@@ -860,6 +871,7 @@ fn format_undrained_files(files: &[FileStatus]) -> String {
     let mut text = String::new();
     for file in files {
         let open = if file.open { ", open" } else { "" };
+        // The word for users is the JSON text without its quotes.
         let state = serde_json::to_string(&file.state).unwrap_or_default();
         let _ = writeln!(
             text,

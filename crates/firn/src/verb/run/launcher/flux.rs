@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use super::{LaunchCommand, Launcher, Program, query_hosts, variable};
+use super::{LaunchCommand, Launcher, Program, query_words, variable};
 use crate::failure::Failure;
 
 /// Variable that is set in a batch script or an allocation. Each of them is a separate Flux instance.
@@ -12,8 +12,9 @@ const TASK: &str = "FLUX_TASK_RANK";
 
 /// The hosts of a Flux instance.
 pub(in crate::verb::run) struct Flux {
+    /// Names of the hosts.
     hosts: Vec<String>,
-    /// Number of the instance as a job, or `flux`. Instances on the same hosts have different numbers.
+    /// Job id of the instance, or `flux` if it has none. It differs between instances on the same hosts.
     name: String,
 }
 
@@ -28,15 +29,15 @@ impl Flux {
     pub(super) fn from_instance() -> Result<Self, Failure> {
         let mut host_query = Command::new("flux");
         host_query.args(["hostlist", "--expand", "instance"]);
-        let hosts = query_hosts(host_query)?;
-        let mut number_query = Command::new("flux");
-        number_query.args(["getattr", "jobid"]);
-        let number = match query_hosts(number_query) {
+        let hosts = query_words(host_query)?;
+        let mut job_id_query = Command::new("flux");
+        job_id_query.args(["getattr", "jobid"]);
+        let job_id = match query_words(job_id_query) {
             Ok(words) => words.concat(),
-            // Only an instance that is a job of another instance has a number.
+            // Only an instance that is a job of another instance has an id.
             Err(_) => "flux".into(),
         };
-        let name = number.chars().filter(char::is_ascii_alphanumeric).collect();
+        let name = job_id.chars().filter(char::is_ascii_alphanumeric).collect();
         Ok(Self { hosts, name })
     }
 }

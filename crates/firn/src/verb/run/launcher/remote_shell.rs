@@ -21,9 +21,11 @@ const HOSTS_BYTES_MAX: u64 = 4 << 20;
 
 /// The hosts of a file.
 pub(in crate::verb::run) struct RemoteShell {
+    /// Names of the hosts.
     hosts: Vec<String>,
     /// The shell and its arguments. A host and a command line follow them.
     shell: Vec<String>,
+    /// Id of the PBS job, or `pbs` if the id is unknown. `None` means that the hosts are not those of a PBS job.
     pbs_job: Option<String>,
 }
 

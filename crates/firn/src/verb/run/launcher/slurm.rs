@@ -6,7 +6,7 @@
 
 use std::process::Command;
 
-use super::{LaunchCommand, Launcher, Program, query_hosts, variable};
+use super::{LaunchCommand, Launcher, Program, query_words, variable};
 use crate::failure::{Failure, USAGE};
 
 /// Variable that is set in a job: the number of the job.
@@ -53,7 +53,9 @@ const RESOURCE_REQUESTS: [&str; 24] = [
 
 /// The hosts of a Slurm job.
 pub(in crate::verb::run) struct Slurm {
+    /// Id of the job.
     job: String,
+    /// Names of the hosts.
     hosts: Vec<String>,
 }
 
@@ -82,7 +84,7 @@ impl Slurm {
         };
         let mut command = Command::new("scontrol");
         command.args(["show", "hostnames", &list]);
-        let hosts = query_hosts(command)?;
+        let hosts = query_words(command)?;
         Ok(Self { job, hosts })
     }
 }
