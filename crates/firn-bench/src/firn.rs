@@ -16,8 +16,9 @@ use firn_testfs::cleanup::{Guard, Leftover, expect};
 const WAIT_MAX: Duration = Duration::from_secs(120);
 /// The name of the process that keeps a mount for the next firnd.
 const KEEPER_NAME: &str = "firn-keeper";
-/// Uptime in seconds after which the keeper restarts a dead firnd at once. It is longer than the keeper requires.
-const SERVED_WELL_S: f64 = 0.5;
+/// Uptime of firnd in seconds, longer than the keeper requires of it. If firnd dies later, the keeper restarts it at
+/// once.
+const MIN_UPTIME_S: f64 = 0.5;
 
 /// The program to measure, with a runtime directory of its own. The arenas and sockets of the run are thus separate from
 /// those of the user's mounts.
@@ -27,7 +28,7 @@ pub struct Firn {
     _remove: Guard,
 }
 
-/// Counters of one mount, as far as the benchmarks need them.
+/// Counters of one mount: how the drain has written to the backing.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Counters {
     /// Number of write calls to the backing since the mount began.
@@ -219,7 +220,7 @@ impl Mount<'_> {
     /// failed start.
     pub fn wait_served_well(&self) -> anyhow::Result<()> {
         wait_until("firnd has served for a while", || {
-            Ok(self.figure("uptime_seconds")? >= SERVED_WELL_S)
+            Ok(self.figure("uptime_seconds")? >= MIN_UPTIME_S)
         })
     }
 

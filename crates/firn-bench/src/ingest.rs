@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use crate::cpu;
-use crate::discard::Geometry;
+use crate::discard::DiscardMountArgs;
 use crate::options::{Common, WorkDir, parse_size, progress};
 use crate::report::{Report, Sample};
 use crate::serve::{Mounted, Server};
@@ -12,6 +12,7 @@ use crate::worker::{self, ForkedWrite, Sharing, Task};
 use firn_config::size_text;
 use firn_testfs::cleanup::{Guard, Leftover, expect};
 
+/// Bytes of a GiB, the unit in the report.
 const GIB: f64 = (1u64 << 30) as f64;
 
 /// Takes in the writes of many processes and drops them instead of draining: how fast is the way in?
@@ -43,8 +44,8 @@ pub struct IngestArgs {
     io_threads: usize,
 }
 
-#[derive(Clone, Copy, PartialEq)]
 /// The sizes of one case.
+#[derive(Clone, Copy, PartialEq)]
 struct Setting {
     write_bytes: u64,
     chunk_bytes: u64,
@@ -207,7 +208,7 @@ impl IngestArgs {
         std::fs::create_dir_all(&mount_point)?;
         let arena = PathBuf::from(format!("/dev/shm/firn-bench-{}.arena", std::process::id()));
         let remove = expect(Leftover::File(arena.clone()));
-        let geometry = Geometry {
+        let geometry = DiscardMountArgs {
             backing,
             arena,
             arena_bytes: setting.arena_bytes,

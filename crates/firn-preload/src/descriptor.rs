@@ -37,16 +37,16 @@ pub(crate) fn write_descriptor<F: Fallback>(
     Handled::from_step(write_range::<F>(locked, source, range, call))
 }
 
-/// Writes bytes of a program to an open file: into leases (slabs of the shared memory) if possible, and the others
-/// to the fallback: the kernel, or firnd for a stub (an empty file; firnd has its bytes). Returns the number of written
-/// bytes. `Err` is the result of a call that ends earlier, or leaves the call to the kernel.
+/// Writes bytes of a program to an open file: into leases (slabs of the shared memory) if possible. The fallback
+/// writes the other bytes: the kernel, or firnd for a stub (an empty file; firnd has its bytes). Returns the number of
+/// written bytes. `Err` ends the call ([`Step`]).
 fn write_range<F: Fallback>(
     mut locked: LockedEntry,
     source: Source<'_>,
     range: CallRange,
     call: Call,
 ) -> Step<usize> {
-    let uses_leases = F::may_lease(&mut locked, range.total) && source.is_accessible();
+    let uses_leases = F::obtain_grant(&mut locked, range.total) && source.is_accessible();
     // `?`: if the fallback is the kernel, it serves the whole call, and this function ends.
     if !uses_leases {
         locked = F::hand_over(locked, None, range.explicit_offset, call)?;
@@ -85,8 +85,8 @@ pub(crate) fn finish_write<F: Fallback>(
     }
     if let Some(reason) = lease_write.lost {
         // `?`: if the descriptor has become another file, the call ends here.
-        locked = F::lease_lost(locked, &mut claim, reason, in_leases, call)?;
-        // Nothing is written yet, so the fallback may serve the call from its begin.
+        locked = F::handle_lost_lease(locked, &mut claim, reason, in_leases, call)?;
+        // Nothing is written yet, so the fallback may serve the call from its beginning.
         if in_leases == 0 {
             locked = F::hand_over(locked, Some(&mut claim), range.explicit_offset, call)?;
         }
@@ -108,16 +108,15 @@ pub(crate) fn read_descriptor<F: Fallback>(
     Handled::from_step(read_range::<F>(locked, target, range, call))
 }
 
-/// Reads bytes of an open file for a program: by the list, which says where the bytes are in the shared memory, or
-/// else by the fallback (the kernel, or firnd for a stub). Returns the number of bytes. `Err` is the result of a call
-/// that ends earlier, or leaves the call to the kernel.
+/// Reads bytes of an open file for a program: by its list of extents, which says where the bytes are in shared memory, or
+/// else by the fallback (the kernel, or firnd for a stub). Returns the number of bytes. `Err` ends the call ([`Step`]).
 fn read_range<F: Fallback>(
     mut locked: LockedEntry,
     target: Target<'_>,
     range: CallRange,
     call: Call,
 ) -> Step<usize> {
-    let is_listed = F::has_list(&mut locked, range.explicit_offset, range.total);
+    let is_listed = F::ensure_list(&mut locked, range.explicit_offset, range.total);
     // `?`: if the fallback is the kernel, it serves the whole call, and this function ends.
     if !is_listed {
         locked = F::hand_over(locked, None, range.explicit_offset, call)?;
@@ -137,8 +136,8 @@ fn read_range<F: Fallback>(
 
 /// Tries to serve a read by the list, which says where the bytes of the file are in the shared memory.
 ///
-/// `Err` is the result of the call, also if the list has served it. `Ok` means that the list is of no use, so the
-/// caller reads by the fallback (the kernel or firnd). `claim` is the range by which the descriptor's offset was moved.
+/// `Err` ends the call ([`Step`]): also if the list has served it, with the number of bytes. `Ok` means that the list is
+/// of no use, so the caller reads by the fallback (the kernel or firnd). `claim` is the range by which the descriptor's offset was moved.
 fn read_by_list<F: Fallback>(
     mut locked: LockedEntry,
     target: Target<'_>,
@@ -155,10 +154,11 @@ fn read_by_list<F: Fallback>(
         return F::hand_over(locked, Some(claim), range.explicit_offset, call);
     }
     let Ok(done) = copy::copy_out::<F>(&mut locked, target, claim.offset, range.total) else {
-        return F::list_lost(locked, claim, range.explicit_offset, call);
+        return F::handle_lost_list(locked, claim, range.explicit_offset, call);
     };
     claim.finish(&locked, done);
     report::count_direct(call, done);
+    // The call is complete, so the caller must not read by the fallback.
     Err(Handled::Done(done as isize))
 }
 

@@ -14,7 +14,8 @@ pub(crate) enum Handled {
     Forward(KernelCall),
 }
 
-/// Result of one step of a call. `Err` ends the call with its result; `Ok` means that the call continues.
+/// Result of one step of a call. `Ok` means that the call continues. `Err` ends the call here: with its result, which
+/// may be a success, or because the kernel must serve it. So `?` ends the call too.
 pub(crate) type Step<T> = Result<T, Handled>;
 
 impl Handled {

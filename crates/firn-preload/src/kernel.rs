@@ -58,11 +58,11 @@ const LISTED_FILE_BYTES_MIN: u64 = 64 << 10;
 pub(crate) enum Kernel {}
 
 impl Fallback for Kernel {
-    fn may_lease(locked: &mut LockedEntry, total: usize) -> bool {
+    fn obtain_grant(locked: &mut LockedEntry, total: usize) -> bool {
         locked.is_private() || request_grant(locked, total)
     }
 
-    fn has_list(locked: &mut LockedEntry, explicit_offset: Option<u64>, total: usize) -> bool {
+    fn ensure_list(locked: &mut LockedEntry, explicit_offset: Option<u64>, total: usize) -> bool {
         locked.is_private() || request_list(locked, explicit_offset, total)
     }
 
@@ -70,7 +70,7 @@ impl Fallback for Kernel {
     /// this process has kept, back to the kernel.
     ///
     /// `Err` is the usual result: the kernel serves the call. `Ok` means that it cannot, because a signal handler has
-    /// used the offset behind the claimed range. The caller then moves the bytes of that range itself.
+    /// claimed the range behind this one. The caller then moves the bytes of the claimed range itself.
     fn hand_over(
         mut locked: LockedEntry,
         claim: Option<&mut Claim>,
@@ -84,7 +84,8 @@ impl Fallback for Kernel {
             // A signal handler has claimed a range behind this one. So the kernel cannot repeat the call at its own
             // offset, and the caller must serve the claimed range.
             pause_direct_access(&mut locked);
-            claim.record_return(false, 0);
+            let is_released = false;
+            claim.record_return(is_released, 0);
             return Ok(locked);
         }
         // Without an offset of its own the call uses the kernel's, so direct access ends, and with it the list.
@@ -98,9 +99,9 @@ impl Fallback for Kernel {
     /// Handles the loss of a lease, the right to write into shared memory, after `done` bytes: gives the offset back to
     /// the kernel, and postpones the next request to firnd.
     ///
-    /// `Ok` means that the kernel serves the remaining bytes. `Err` is the result of the call if the number is another
-    /// file by now.
-    fn lease_lost(
+    /// `Ok` means that the kernel serves the remaining bytes. `Err` is the result of the call if the number refers to
+    /// another file by now.
+    fn handle_lost_lease(
         mut locked: LockedEntry,
         claim: &mut Claim,
         reason: LeaseLost,
@@ -124,7 +125,7 @@ impl Fallback for Kernel {
         Ok(locked)
     }
 
-    fn list_lost(
+    fn handle_lost_list(
         mut locked: LockedEntry,
         claim: &mut Claim,
         explicit_offset: Option<u64>,
@@ -289,7 +290,8 @@ pub(crate) fn read_file(
         Entered::Locked(locked) if locked.tag == tag::READER => locked,
         _ if explicit_offset.is_some() => return Handled::Forward(KernelCall::WITHOUT_OFFSET),
         Entered::NotServed => return Handled::Forward(KernelCall::WITHOUT_OFFSET),
-        // The descriptor may write, or this is a signal handler. The kernel gets the offset back before it reads.
+        // `Locked` with another tag: the descriptor may write. `Interrupted`: this is a signal handler. In both cases the
+        // kernel gets the offset back before it reads.
         entered => {
             // Unlocks the entry, which `prepare_kernel_call` locks again.
             drop(entered);
@@ -447,8 +449,8 @@ fn is_same_file(locked: &LockedEntry) -> bool {
 /// call writes `total` bytes. Returns whether the descriptor has direct access now.
 #[cold]
 fn request_grant(locked: &mut LockedEntry, total: usize) -> bool {
-    // The first calls go through the kernel, and so do calls while the next request is postponed. Both functions count
-    // the bytes of this call.
+    // The first calls go through the kernel, and so do calls while the next request is postponed. Each of the two
+    // functions also counts the bytes of this call, if it is reached.
     if locked.request_policy.count_as_small(total as u64)
         || !locked.request_policy.may_request(total)
     {
@@ -551,8 +553,8 @@ fn request_list(locked: &mut LockedEntry, explicit_offset: Option<u64>, total: u
         Some(offset) => offset,
         None => u64::try_from(sys::lseek(locked.fd, 0, libc::SEEK_CUR)).unwrap_or(0),
     };
-    // The list of another file does not count.
-    let status = fetch::fetch_list(locked, read_offset).filter(|_| is_same_file);
+    // If the number refers to another file by now, its list does not count.
+    let status = fetch::connect_and_fetch(locked, read_offset).filter(|_| is_same_file);
     let is_listed = status == Some(Status::Ok);
     if is_listed && !locked.list.extents().is_empty() {
         return offset::make_private(locked);
@@ -566,7 +568,7 @@ fn request_list(locked: &mut LockedEntry, explicit_offset: Option<u64>, total: u
     }
     locked.set_tag(tag::ORDINARY);
     report::count_left(if is_listed {
-        Reason::Nothing
+        Reason::NoExtents
     } else {
         Reason::NoConnection
     });

@@ -268,7 +268,7 @@ pub(crate) fn record_unmapped(address: *const c_void, len: usize) {
         if loses_start && loses_end {
             slot.end_mapping(start);
         } else if loses_start {
-            // Another thread that changes the slot at the same time wins.
+            // If another thread has changed the slot since `range`, that change stays.
             let _ = slot.start.compare_exchange(
                 start,
                 unmapped.end,

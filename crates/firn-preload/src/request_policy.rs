@@ -32,9 +32,9 @@ pub(crate) fn set_direct_after(bytes: Option<&[u8]>) {
 /// Bytes that the fallback (the kernel, or firnd by requests) moves before firnd is asked again, after the first grant
 /// that ended early. Each further such grant doubles this number.
 const RETRY_BYTES_MIN: u64 = 128 << 10;
-/// Maximum of this number of bytes. A grant that moves as many bytes has paid off.
+/// Maximum of the bytes before a repeated request ([`RETRY_BYTES_MIN`]). A grant that moves as many bytes has paid off.
 pub(crate) const RETRY_BYTES_MAX: u64 = 8 << 20;
-/// Maximum number of times that this number of bytes doubles.
+/// Maximum number of times that [`RETRY_BYTES_MIN`] doubles.
 const DOUBLINGS_MAX: u32 = 6;
 /// Bytes that the fallback moves before firnd is asked again if the arena (the shared memory) had no room. The write of
 /// bytes from there to the disk frees about as many.

@@ -25,7 +25,7 @@ static END: extern "C" fn() = end;
 /// read only after the check that it is the GNU C library.
 extern "C" fn start(_argc: c_int, argv: *const *const c_char, envp: *const *const c_char) {
     real::resolve();
-    if !c_library::is_gnu() {
+    if !c_library::is_glibc() {
         return;
     }
     lock::find_one_thread_byte();

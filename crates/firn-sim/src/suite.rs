@@ -373,7 +373,7 @@ fn rename_exchanges_two_names<B: Backing>(backing: &B) {
     assert_eq!(read_by_name(backing, "d"), b"a");
 }
 
-/// The inode of a directory stays usable when the directory gets another name.
+/// Exchanges a file and a directory, and renames both again. The inode of the directory stays usable.
 fn exchanged_objects_are_renamed_again<B: Backing>(backing: &B) {
     let top = backing.root();
     let no_flags = RenameFlags::empty();
@@ -382,11 +382,13 @@ fn exchanged_objects_are_renamed_again<B: Backing>(backing: &B) {
     let dir = create_dir(backing, "d");
     let exchanged = rename_in_top(backing, "a", "d", RenameFlags::EXCHANGE);
     assert_eq!(exchanged, Ok(()));
+    // Now `a` is the directory, and `d` is the file with the byte "a".
     assert_eq!(rename_in_top(backing, "d", "b", no_flags), Ok(()));
     assert_eq!(read_by_name(backing, "b"), b"a");
     backing
         .rename(&top, os("b"), &dir, os("b"), no_flags)
         .expect("move into the directory");
+    // The directory `a` has an entry, so no other directory can replace it.
     create_dir(backing, "e");
     let renamed = rename_in_top(backing, "e", "a", no_flags);
     assert_eq!(renamed.err(), Some(Errno::NOTEMPTY));

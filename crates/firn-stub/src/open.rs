@@ -73,7 +73,7 @@ impl<B: Backing> Tree<B> {
         // The client's open file must not remain open in firnd, because it may hold locks.
         let path = format!("/proc/self/fd/{}", client_fd.as_raw_fd());
         let fd = open(path.as_str(), OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
-        // `fd` has no such locks.
+        // `fd`, which was opened with O_PATH, keeps no locks.
         drop(client_fd);
         let stub = self.stub_of_descriptor(&fd)?;
         if self.is_closed() {
@@ -81,8 +81,8 @@ impl<B: Backing> Tree<B> {
         }
         let truncates = flags & libc::O_TRUNC != 0;
         // O_TRUNC must not happen during an append. Appends take this lock exclusively; all other changes share it.
-        let changes_lock = self.changes_of_stub(stub.id).filter(|_| truncates);
-        let _changes_guard = changes_lock.as_ref().map(|changes| changes.lock_shared());
+        let append_lock = self.changes_of_stub(stub.id).filter(|_| truncates);
+        let _append_guard = append_lock.as_ref().map(|changes| changes.lock_shared());
         let mut map = self.map.lock();
         if map.get(stub.id).is_none() {
             if is_repeated && stub.nlink == 0 {

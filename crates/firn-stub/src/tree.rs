@@ -447,6 +447,7 @@ fn prepare_root(
     if let Some(saved) = saved {
         let is_this_tree = saved.head == *head;
         if is_this_tree && saved.is_filled {
+            // An earlier firnd has completed this tree.
             return Ok(Some(saved));
         }
         if is_this_tree && !is_root_empty {

@@ -171,7 +171,7 @@ unsafe fn open_stream_over(
                 return fail_with_null(errno);
             }
             NewDescriptor::Stub => cookie::open_stub_stream(fd, mode),
-            NewDescriptor::Other => do_fdopen(fd, mode),
+            NewDescriptor::NotStub => do_fdopen(fd, mode),
         };
         if file.is_null() {
             libc::close(fd);
@@ -267,7 +267,7 @@ unsafe fn do_fdopen(fd: c_int, mode: *const c_char) -> *mut FILE {
         return unsafe { cookie::open_stub_stream(fd, mode) };
     }
     if descriptor_tag(fd) != tag::ORDINARY {
-        share::share_descriptor(fd);
+        share::prepare_to_share(fd);
     }
     forward!(FDOPEN(fd, mode))
 }

@@ -72,7 +72,8 @@ pub(crate) fn write_stub(
         Entered::Vforked => return Handled::from_errno(libc::EIO),
     };
     let total = source.total().unwrap_or(CALL_BYTES_MAX);
-    if let Err(handled) = prepare_call(&mut locked, libc::O_RDONLY, total) {
+    let forbidden_access = libc::O_RDONLY;
+    if let Err(handled) = prepare_call(&mut locked, forbidden_access, total) {
         return handled;
     }
     let flags = locked.stub.flags;
@@ -106,7 +107,7 @@ fn write_within_limit(
         Ok(total) => total,
         Err(errno) => return Handled::from_errno(errno),
     };
-    locked.stub.wrote = true;
+    locked.stub.has_unreleased_writes = true;
     let range = CallRange { total, ..range };
     descriptor::write_descriptor::<Socket>(locked, source, range, call)
 }
@@ -150,7 +151,7 @@ fn prepare_call(
 
 /// Appends a source to the file. Unless the call named an offset, the descriptor's offset moves to the end of the file.
 fn append_all(mut locked: LockedEntry, source: Source<'_>, range: CallRange) -> Handled {
-    locked.stub.wrote = true;
+    locked.stub.has_unreleased_writes = true;
     report::count_kernel(Call::Write);
     let appended = match append_source(&mut locked, source, range.total) {
         Ok(appended) => appended,
@@ -250,7 +251,8 @@ pub(crate) fn read_stub(
         Entered::NotStub => return Handled::Forward(KernelCall::WITHOUT_OFFSET),
     };
     let total = target.total().unwrap_or(CALL_BYTES_MAX);
-    if let Err(handled) = prepare_call(&mut locked, libc::O_WRONLY, total) {
+    let forbidden_access = libc::O_WRONLY;
+    if let Err(handled) = prepare_call(&mut locked, forbidden_access, total) {
         return handled;
     }
     let range = CallRange {
