@@ -21,15 +21,17 @@ const SINK_POOL_BYTES: u64 = 256 << 20;
 
 /// Writes the checkpoint of a parallel job, natively and through Firn.
 ///
-/// Each process writes one image with the sizes of table I of the CRFS paper: half of the writes have
-/// at most 64 bytes, a quarter of a percent of them carry 61 % of the data. Goals: the mean write that
-/// reaches the backing is at least 2 MiB for images of 15M and more; where each write costs a round
-/// trip or an operation (--backing sshfs, slow-disk) Firn is at least 3 times faster until all closes
-/// have returned; on a local ext4, where the page cache gathers writes by itself, it takes at most 2.5
-/// times as long with close=drain and 1.5 times with close=held. With "+ preload" the processes load
-/// libfirn_preload.so and write by direct access. The FUSE sink drops what is written to
-/// it: what it takes, every mount takes. The large writes, of 4 MiB each, go to the slow backing
-/// natively: what it takes to carry the bytes.
+/// Each process writes one image with the write sizes of table I of the CRFS paper: half of the writes
+/// have at most 64 bytes, and the largest 0.25 % of the writes have 61 % of the data.
+///
+/// Goals: The mean write that reaches the backing is at least 2 MiB for images of 15M and more. Where each
+/// write costs a round trip or an operation (--backing sshfs, slow-disk), Firn is at least 3 times faster
+/// until all closes have returned. On a local ext4, where the page cache gathers writes by itself, Firn
+/// takes at most 2.5 times as long with close=drain, and 1.5 times with close=held.
+///
+/// Candidates: With "+ preload" the processes load libfirn_preload.so and write by direct access. The FUSE
+/// sink drops what is written to it; its time is the part that every FUSE mount needs. The large writes, of
+/// 4 MiB each, go to the slow backing natively; their time is what the backing needs for the bytes.
 #[derive(Clone, Debug, clap::Args)]
 pub struct CheckpointArgs {
     #[command(flatten)]

@@ -42,16 +42,22 @@ const WRITE_BYTES: u64 = 1 << 20;
 
 /// Writes in transactions, and natively with an fsync at the end.
 ///
-/// Four parts. new: files of 1 MiB writes, natively with fsync of all files and their directory; goal:
-/// at most 1.15 times as long until durable. small: files of 4 KiB that exist, a quarter of each
-/// rewritten; natively all of each file is written, as cp would, and then syncfs; a FUSE file system
-/// that only passes requests on shows the share of FUSE; goals: at most 3 times as long, and the commit
-/// alone at most 1.5 times. records: figure 6 of the CprFS paper, one file in records of 4 and 8 KiB;
-/// goals: reads and random access at least 0.95 of native, on a network file system also the sequential
-/// write at least 1.3. rules: files that no commit rule has to do with, on a mount with 30 rules and on
-/// one without, goal: at least 0.97 as many a second; a checkpoint of 1.5 GiB that a rule commits, goal:
-/// at most 1.05 times as long as the same, synced, without rules. Until durable means until
-/// `firn commit` returned; `firn begin` comes before the time is taken.
+/// The times end when the data is durable: when `firn commit` has returned, or natively the sync. The time
+/// of `firn begin` is not included.
+///
+/// Part new: new files, in writes of 1 MiB. Natively with fsync of all files and their directory. Goal: at
+/// most 1.15 times as long as natively.
+///
+/// Part small: a quarter of each of many files of 4 KiB is rewritten. Natively each file is written as a
+/// whole, as cp does, with syncfs at the end. A FUSE file system that only passes requests on shows the
+/// share of FUSE. Goals: at most 3 times as long as natively; the commit alone at most 1.5 times.
+///
+/// Part records: figure 6 of the CprFS paper, one file in records of 4 and 8 KiB. Goals: reads and random
+/// access at least 0.95 of the native rate; on a network file system, the sequential write at least 1.3.
+///
+/// Part rules: a mount with 30 commit rules is compared with one without. Goals: at least 0.97 as many new
+/// files a second to which no rule applies; at most 1.05 times as long for a checkpoint of 1.5 GiB that a
+/// rule commits, compared with a sync without rules.
 #[derive(Clone, Debug, clap::Args)]
 pub struct CommitArgs {
     #[command(flatten)]
@@ -464,10 +470,12 @@ impl CommitCandidate<'_> {
     ) -> anyhow::Result<ChangeCost> {
         // Dirty pages of earlier measurements are written before the time is taken.
         durable::sync_all(&self.backing_dir)?;
+        // Three times: the writers begin, the last one has closed its files, and everything is durable.
         let server_cpu_s = || self.mount.as_ref().map_or(0.0, Mount::cpu_s);
         let before = server_cpu_s();
         self.mount.as_ref().map_or(Ok(()), Mount::begin)?;
         let outcomes = worker::run_with(self.preload.as_deref(), tasks)?;
+        // Not called for a native candidate, which has no mount.
         let commit = if self.name == ASYNC {
             Mount::commit_behind
         } else {

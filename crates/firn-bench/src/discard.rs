@@ -70,7 +70,9 @@ pub fn mount_discarding(
         lane_writers_max: usize::MAX,
         cpu_percent: firn_config::Options::default().drain_cpu_percent,
     };
+    // `None`: other hosts do not share the backing.
     let pool = Pool::start(Arc::clone(&engine), threads, None)?;
+    // `None`: the mount has no transactions.
     let adapter = Adapter::new(
         engine,
         None,

@@ -20,8 +20,8 @@ const KEEPER_NAME: &str = "firn-keeper";
 /// once.
 const MIN_UPTIME_S: f64 = 0.5;
 
-/// The program to measure, with a runtime directory of its own. The arenas and sockets of the run are thus separate from
-/// those of the user's mounts.
+/// The program to measure, with a runtime directory of its own. The arenas and sockets of the run are thus separate
+/// from those of the user's mounts.
 pub struct Firn {
     program: PathBuf,
     runtime_dir: PathBuf,
@@ -113,6 +113,7 @@ impl Firn {
         let mut mount = Mount {
             firn: self,
             path: mount_point.to_owned(),
+            // Read below from the status of this mount.
             pid: 0,
             _unmount,
         };
@@ -125,8 +126,8 @@ impl Firn {
         command(&self.program, &self.runtime_dir)
     }
 
-    /// Returns a command as [`Firn::command`] does, for a start by another program such as nsenter(1). `start` makes the
-    /// command of that program from the path of `firn`.
+    /// Returns a command as [`Firn::command`] does, for a start by another program such as nsenter(1). `start` makes
+    /// the command of that program from the path of `firn`.
     pub fn command_by(&self, start: impl FnOnce(&str) -> Command) -> Command {
         let mut command = start(&self.program.to_string_lossy());
         command.env("FIRN_RUNTIME_DIR", &self.runtime_dir);

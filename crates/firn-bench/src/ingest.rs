@@ -15,10 +15,10 @@ use firn_testfs::cleanup::{Guard, Leftover, expect};
 /// Bytes of a GiB, the unit in the report.
 const GIB: f64 = (1u64 << 30) as f64;
 
-/// Takes in the writes of many processes and drops them instead of draining: how fast is the way in?
+/// Measures the write path alone: takes in the writes of many processes, and drops them instead of draining.
 ///
 /// The baseline is a bare FUSE server, written with the same crate and mounted with the same settings,
-/// that copies each write into a warm buffer and forgets it. Goal: with 1M writes at least 0.9 of its
+/// that copies each write into a warm buffer and drops it. Goal: with 1M writes at least 0.9 of its
 /// GiB/s, and at most 1.1 of its CPU seconds per GiB (writers and server together).
 #[derive(Clone, Debug, clap::Args)]
 pub struct IngestArgs {

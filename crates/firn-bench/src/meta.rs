@@ -193,7 +193,8 @@ impl<'a> MetaCandidate<'a> {
 
     /// Measures one phase with `count` names. `round` is the number of the repeat.
     fn measure(&self, round: u32, phase: Phase, count: u64) -> anyhow::Result<Sample> {
-        // unlink removes the files that create made. The other phases have directories of their own.
+        // A directory is named after the operation and the round. `unlink` removes the files in the directory of
+        // `create`.
         let name = match phase.names {
             Names::InBacking => format!("{:?}-{round}", phase.operation),
             Names::New | Names::FromCreate => format!("Create-{round}"),

@@ -1,5 +1,5 @@
-//! The command-line options that all benchmarks have, and what they stand for: the work directory, the progress line and
-//! the output of the report.
+//! The command-line options that all benchmarks have, and what they stand for: the work directory, the progress line
+//! and the output of the report.
 
 use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt;

@@ -54,12 +54,18 @@ const FAST_LINK: &str = "while pulled without a limit";
 /// Pulls a checkpoint out of memory to another host.
 ///
 /// Two network namespaces of this machine stand for the hosts; a veth joins them, so both share its processors.
-/// Network: to tmpfs, beside a program that sends the same bytes of tmpfs files by sendfile(2) to one that writes them,
-/// rsync (a daemon, no ssh) out of the mount, cp on one host, and the same pull encrypted. Disk: to the file system of
-/// --dir, synced, beside the network alone and the disk alone. Writer: a program that writes to the mount, alone and
-/// while its neighbours are pulled over and over. Goals: at least 0.9 of bare sendfile, 1.5 times rsync and 0.9 of the
-/// slower of network and disk; at most 0.3 s of the agent's processor time a GiB; the writer at least 0.85 of alone
-/// over a link of 1 Gbit/s. Needs root, ip, tc and rsync.
+/// Needs root, ip, tc and rsync.
+///
+/// Network: a pull to tmpfs. It is compared with a program that sends the same bytes of tmpfs files by sendfile(2) to
+/// one that writes them, with rsync out of the mount (a daemon, no ssh), with cp on one host, and with an encrypted
+/// pull. Goals: at least 0.9 of the rate of bare sendfile, and 1.5 times that of rsync; at most 0.3 s of the agent's
+/// processor time for each GiB.
+///
+/// Disk: a pull to the file system of --dir, synced. It is compared with the network alone and the disk alone. Goal:
+/// at least 0.9 of the rate of the slower one.
+///
+/// Writer: a program that writes to the mount, alone and while the checkpoint is pulled again and again. Goal: at least
+/// 0.85 of its rate alone, with pulls over a link of 1 Gbit/s.
 #[derive(Clone, Debug, clap::Args)]
 pub struct PullArgs {
     #[command(flatten)]
@@ -527,7 +533,8 @@ impl Site<'_> {
         })
     }
 
-    /// Pulls the checkpoint again and again until `stop` is set. Then kills the pull that is still running.
+    /// Pulls the checkpoint again and again until `stop` is set. Then kills the pull that is still running: dropping
+    /// `child` does that.
     fn pull_until(&self, stop: &AtomicBool, target: &Path) -> anyhow::Result<()> {
         let mut pulled = Ok(());
         while !stop.load(Ordering::Relaxed) && pulled.is_ok() {

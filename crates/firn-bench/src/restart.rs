@@ -24,11 +24,12 @@ const MOUNT: &str = "mount";
 /// Candidate that reads files on tmpfs through a FUSE server that only passes requests on.
 const PLAIN: &str = "tmpfs through FUSE";
 
-/// Reads files back that are held in memory: by processes that begin, as after a crash.
+/// Reads files back that are held in memory, by new processes, as after a crash.
 ///
-/// The baseline is a memcpy out of a warm shared region that each process maps anew. Goals: 0.9 of it
-/// through the preload library; through the mount no less than a plain FUSE passthrough gives of files on
-/// tmpfs. A file in a memory file is read at 0.8 of one in a warm page cache by read(2), and at 0.9 by a mapping.
+/// The baseline is a memcpy out of a warm shared region that each process maps anew. Goals: at least 0.9 of
+/// its rate through the preload library; through the mount at least the rate of a plain FUSE passthrough
+/// over files on tmpfs; for a file in a memory file, at least 0.8 of the rate from a warm page cache by
+/// read(2), and 0.9 by a mapping.
 #[derive(Clone, Debug, clap::Args)]
 pub struct RestartArgs {
     #[command(flatten)]
@@ -39,7 +40,7 @@ pub struct RestartArgs {
     /// Block sizes to try: bytes of one read.
     #[arg(long, value_name = "SIZE,…", value_delimiter = ',', value_parser = parse_size, default_value = "1M,64K,64M")]
     block_size: Vec<u64>,
-    /// Bytes of one file (default: 128M, as on the Zin of CRUISE; quick 16M).
+    /// Bytes of one file (default: 128M, as in the CRUISE paper; quick 16M).
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     size: Option<u64>,
 }

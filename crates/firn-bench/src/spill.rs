@@ -201,7 +201,9 @@ impl SpillArgs {
             (self.size() + self.size() / 8).next_multiple_of(CHUNK_BYTES) + 4 * CHUNK_BYTES;
         let spill_options = format!("spill={},spill-size={spill_bytes}", spill.display());
         let options = match percent {
+            // Nothing is spilled: the arena has room for all chunks.
             0.0 => format!("{options},arena-size={}", (chunks + 4) * CHUNK_BYTES),
+            // Everything is spilled: the arena has the fewest chunks that are possible.
             100.0 => {
                 format!(
                     "{options},{spill_options},arena-size={},spill-upper=0,spill-lower=0",
@@ -229,10 +231,10 @@ impl SpillArgs {
             sync: false,
             over: false,
         };
-        let moved_before = moved(mount, percent)?;
+        let moved_before = spilled_bytes(mount, percent)?;
         let outcomes = worker::run_with(Some(&firn.preload()?), &[task])?;
         let chunks_to_spill = (self.size() / CHUNK_BYTES) as f64 * percent / 100.0;
-        wait_moved(
+        wait_for_spill(
             mount,
             percent,
             moved_before + chunks_to_spill as u64 * CHUNK_BYTES,
@@ -270,7 +272,7 @@ impl Native {
 }
 
 /// Returns the bytes that the mount has moved to its spill file so far.
-fn moved(mount: &Mount<'_>, percent: f64) -> anyhow::Result<u64> {
+fn spilled_bytes(mount: &Mount<'_>, percent: f64) -> anyhow::Result<u64> {
     if percent == 0.0 {
         Ok(0)
     } else {
@@ -279,9 +281,9 @@ fn moved(mount: &Mount<'_>, percent: f64) -> anyhow::Result<u64> {
 }
 
 /// Waits until the mount has moved `wanted` bytes to its spill file. Fails after [`WAIT_MAX`].
-fn wait_moved(mount: &Mount<'_>, percent: f64, wanted: u64) -> anyhow::Result<()> {
+fn wait_for_spill(mount: &Mount<'_>, percent: f64, wanted: u64) -> anyhow::Result<()> {
     let begin = Instant::now();
-    while moved(mount, percent)? < wanted {
+    while spilled_bytes(mount, percent)? < wanted {
         if begin.elapsed() > WAIT_MAX {
             bail!("gave up waiting for the spill file");
         }

@@ -324,9 +324,11 @@ impl Prepared {
             Task::Write { runs, .. } => runs.iter().map(|run| run.1).max().unwrap_or(0),
             Task::Read { bytes, .. } => *bytes,
             Task::Copy(copy) => copy.block_bytes,
-            Task::Direct { bytes, .. } => direct::room(*bytes),
+            Task::Direct { bytes, .. } => direct::buffer_bytes(*bytes),
             Task::Records(records) => records.record_bytes,
+            // The longest write to one of the files.
             Task::Names { .. } => 4096,
+            // This task has memory of its own.
             Task::ForkedWrite(_) => 1,
             Task::Steps(_) => 0,
         };
@@ -361,6 +363,7 @@ impl Prepared {
 impl Job for Prepared {
     /// Does the work of the task. The caller measures how long this takes.
     fn run(&mut self) -> anyhow::Result<()> {
+        // `new` has made what each kind of task needs.
         match &self.task {
             Task::Write {
                 path,

@@ -1,9 +1,9 @@
 //! Maps the arena into a client process. The *arena* is shared memory with the bytes that are in no file of the backing
 //! yet. firnd, the process that serves the mount, owns it.
 //!
-//! Two parts of the arena are mapped. The part with *counters* (words of 4 bytes) is written only by firnd, and is mapped
-//! read-only. The *shared* part has chunks, which hold bytes of files, and piece tables, which say what the bytes are.
-//! Clients and firnd write it.
+//! Two parts of the arena are mapped. The part with *counters* (words of 4 bytes) is written only by firnd, and is
+//! mapped read-only. The *shared* part has chunks, which hold bytes of files, and piece tables, which say what the
+//! bytes are. Clients and firnd write it.
 //!
 //! Promises
 //! * A mapping lasts as long as the process, so references into it may be `'static`. Children of fork(2) do not have

@@ -381,7 +381,8 @@ fn open_socket(
         ServedFiles::Stubs => MapArena::IfPossible,
     };
     let mut connection = connect_to(token)?;
-    // A high number does not collide with numbers that the program chooses. If no high number is free, the low one works.
+    // A high number does not collide with numbers that the program chooses. If no high number is free, the low one
+    // works.
     if let Some(copy) = copy_to_high_number(&connection) {
         connection = copy;
     }

@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use libc::{FILE, off64_t, size_t, ssize_t};
 
-/// Offsets in `struct _IO_FILE` (bits/types/struct_FILE.h), which have been stable since version 2.1 of glibc. `ORIENTATION` is
-/// `_mode`, and `VTABLE` is the pointer to the table of functions behind the struct.
+/// Offsets in `struct _IO_FILE` (bits/types/struct_FILE.h), which have been stable since version 2.1 of glibc.
+/// `ORIENTATION` is `_mode`, and `VTABLE` is the pointer to the table of functions behind the struct.
 mod offset_in_file {
     pub(super) const FLAGS: usize = 0;
     pub(super) const WRITE_BASE: usize = 32;

@@ -108,8 +108,9 @@ pub(crate) fn read_descriptor<F: Fallback>(
     Handled::from_step(read_range::<F>(locked, target, range, call))
 }
 
-/// Reads bytes of an open file for a program: by its list of extents, which says where the bytes are in shared memory, or
-/// else by the fallback (the kernel, or firnd for a stub). Returns the number of bytes. `Err` ends the call ([`Step`]).
+/// Reads bytes of an open file for a program: by its list of extents, which says where the bytes are in shared memory,
+/// or else by the fallback (the kernel, or firnd for a stub). Returns the number of bytes. `Err` ends the call
+/// ([`Step`]).
 fn read_range<F: Fallback>(
     mut locked: LockedEntry,
     target: Target<'_>,
@@ -136,8 +137,9 @@ fn read_range<F: Fallback>(
 
 /// Tries to serve a read by the list, which says where the bytes of the file are in the shared memory.
 ///
-/// `Err` ends the call ([`Step`]): also if the list has served it, with the number of bytes. `Ok` means that the list is
-/// of no use, so the caller reads by the fallback (the kernel or firnd). `claim` is the range by which the descriptor's offset was moved.
+/// `Err` ends the call ([`Step`]): also if the list has served it, with the number of bytes. `Ok` means that the list
+/// is of no use, so the caller reads by the fallback (the kernel or firnd). `claim` is the range by which the
+/// descriptor's offset was moved.
 fn read_by_list<F: Fallback>(
     mut locked: LockedEntry,
     target: Target<'_>,

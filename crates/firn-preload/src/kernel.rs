@@ -290,8 +290,8 @@ pub(crate) fn read_file(
         Entered::Locked(locked) if locked.tag == tag::READER => locked,
         _ if explicit_offset.is_some() => return Handled::Forward(KernelCall::WITHOUT_OFFSET),
         Entered::NotServed => return Handled::Forward(KernelCall::WITHOUT_OFFSET),
-        // `Locked` with another tag: the descriptor may write. `Interrupted`: this is a signal handler. In both cases the
-        // kernel gets the offset back before it reads.
+        // `Locked` with another tag: the descriptor may write. `Interrupted`: this is a signal handler. In both cases
+        // the kernel gets the offset back before it reads.
         entered => {
             // Unlocks the entry, which `prepare_kernel_call` locks again.
             drop(entered);

@@ -313,7 +313,8 @@ impl List {
     }
 
     /// Prepares the list for a read at `offset`, outside of the part of the file that the list covers. The list keeps
-    /// that part or forgets it; the caller then extends it. Returns false if neither is worthwhile, so that the fallback (the kernel or firnd) serves the read.
+    /// that part or forgets it; the caller then extends it. Returns false if neither is worthwhile, so that the
+    /// fallback (the kernel or firnd) serves the read.
     ///
     /// A list says where the bytes of one part of the file are. If the read is near the end of the part, the caller
     /// extends the list up to there. Otherwise the list may forget the part and begin anew: at 0 if it has room for the

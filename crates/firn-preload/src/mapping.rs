@@ -256,6 +256,7 @@ pub(crate) fn record_unmapped(address: *const c_void, len: usize) {
     if USED.load(Ordering::Acquire) == 0 {
         return;
     }
+    // A mapping that only loses its middle keeps its record, because the record also covers both remaining parts.
     let unmapped = address as usize..(address as usize).saturating_add(len);
     for slot in &MAPPINGS {
         let (start, end) = slot.range();

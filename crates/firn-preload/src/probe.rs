@@ -1,12 +1,13 @@
 //! Finds invalid pointers before bytes are copied, so that calls return EFAULT as they do without the library.
 //!
-//! The kernel checks each page that it copies. A copy in the process itself dies of SIGSEGV at the first inaccessible page. So
-//! the kernel is asked about the first and the last page of a buffer, and of an array of vectors. Accessible pages are
-//! remembered, so that each is asked about once. A call with an inaccessible page goes to the kernel, which returns EFAULT or
-//! copies the bytes before that page.
+//! The kernel checks each page that it copies. A copy in the process itself dies of SIGSEGV at the first inaccessible
+//! page. So the kernel is asked about the first and the last page of a buffer, and of an array of vectors. Accessible
+//! pages are remembered, so that each is asked about once. A call with an inaccessible page goes to the kernel, which
+//! returns EFAULT or copies the bytes before that page.
 //!
-//! Two kinds of inaccessible pages are not found: those between accessible ones, and those that the C library itself has unmapped
-//! since (free(3), the end of a thread). Pages that the program unmaps or protects are found, because hooks see that.
+//! Two kinds of inaccessible pages are not found: those between accessible ones, and those that the C library itself
+//! has unmapped since (free(3), the end of a thread). Pages that the program unmaps or protects are found, because
+//! hooks see that.
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
@@ -15,7 +16,8 @@ use crate::sys::syscall;
 
 /// Writes of fewer bytes may take the fast path.
 const SHORT_BYTES_MAX: usize = 128 << 10;
-/// An invalid value of `how` for sigprocmask(2); any but 0, 1 and 2 would do. The kernel reads the set, finds this value, and does nothing.
+/// An invalid value of `how` for sigprocmask(2); any but 0, 1 and 2 would do. The kernel reads the set, finds this
+/// value, and does nothing.
 const NO_SUCH_HOW: usize = 77;
 /// Size of a set of signals.
 const SET_BYTES: usize = 8;
@@ -29,8 +31,8 @@ const PAGE: usize = 4096;
 /// Number of remembered pages: 1 MiB of buffers, in 2 KiB of memory.
 const PAGES: usize = 256;
 
-/// The pages that the kernel has found accessible, each in the slot of its number modulo [`PAGES`]. A slot has the address of
-/// the page, and in the low bits the [`ERA`] in which the page was accessible.
+/// The pages that the kernel has found accessible, each in the slot of its number modulo [`PAGES`]. A slot has the
+/// address of the page, and in the low bits the [`ERA`] in which the page was accessible.
 struct Pages {
     slots: [AtomicUsize; PAGES],
 }
@@ -40,8 +42,8 @@ static READABLE: Pages = Pages::new();
 /// Pages to which the program can write.
 static WRITABLE: Pages = Pages::new();
 
-/// Number of the current era. A new era begins when accessible pages may have become inaccessible. Its low bits are never all 0, so
-/// that an empty slot matches no page.
+/// Number of the current era. A new era begins when accessible pages may have become inaccessible. Its low bits are
+/// never all 0, so that an empty slot matches no page.
 static ERA: AtomicUsize = AtomicUsize::new(1);
 
 /// Forgets all accessible pages, because the program has unmapped or protected memory.
@@ -59,7 +61,8 @@ impl Pages {
         }
     }
 
-    /// Whether the first and the last page of a buffer are accessible. `probe` is asked about pages that are not remembered.
+    /// Whether the first and the last page of a buffer are accessible. `probe` is asked about pages that are not
+    /// remembered.
     #[inline(always)]
     fn has_ends_of(&self, data: usize, len: usize, probe: fn(usize) -> bool) -> bool {
         if len == 0 {

@@ -1,5 +1,5 @@
-//! Finds the *stub trees* of this host: directories of empty files (*stubs*), with their bytes in a daemon, firnd. Each firnd
-//! describes its tree in a file of the runtime directory.
+//! Finds the *stub trees* of this host: directories of empty files (*stubs*), with their bytes in a daemon, firnd. Each
+//! firnd describes its tree in a file of the runtime directory.
 //!
 //! A process reads the directory at its start. It reads the directory again when it finds an unknown file system that
 //! may be a tmpfs, unless the directory is unchanged. Children of fork(2) read it anew.

@@ -464,7 +464,8 @@ impl Names for SimBacking {
             ino: Some(object.ino),
         }]);
         self.record_creation(disk, parent.ino, object.ino);
-        // Where syncfs(2) has no effect, unsynced objects are opened by a path to sync each. So the new path is recorded.
+        // Where syncfs(2) has no effect, unsynced objects are opened by a path to sync each. So the new path is
+        // recorded.
         if self.is_synced_one_by_one()
             && let Some(path) = path_of_entry(disk.path_of(parent.ino), name)
         {
@@ -503,6 +504,7 @@ impl Names for SimBacking {
         rename(disk, from, to, flags)?;
         // Where syncfs(2) has no effect, unsynced objects are found by their paths, which a rename changes.
         if self.is_synced_one_by_one() {
+            // The record wants each rename to begin and end. This one is over already, under the lock of the disk.
             let ticket = self.unsynced.begin_rename();
             let is_exchange = flags.contains(RenameFlags::EXCHANGE);
             let from = path_of_entry(disk.path_of(parent.ino), name);

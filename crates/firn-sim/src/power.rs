@@ -156,8 +156,8 @@ impl Disk {
         }
     }
 
-    /// Makes the attributes of a directory durable, and those of its entries that no fsync(2) reaches: symbolic links and
-    /// special files.
+    /// Makes the attributes of a directory durable, and those of its entries that no fsync(2) reaches: symbolic links
+    /// and special files.
     pub(super) fn sync_attributes(&mut self, dir: u64) {
         let Some(dir_inode) = self.inodes.get(&dir) else {
             return;

@@ -24,8 +24,8 @@ impl<'a> DirEntryName<'a> {
     }
 }
 
-/// Renames `from` to `to`, or exchanges the two, with the errors of renameat2(2). If a call has several errors, the order
-/// of the checks decides which of them it returns.
+/// Renames `from` to `to`, or exchanges the two, with the errors of renameat2(2). If a call has several errors, the
+/// order of the checks decides which of them it returns.
 pub(super) fn rename(
     disk: &mut Disk,
     from: DirEntryName<'_>,

@@ -123,6 +123,7 @@ impl<B: Backing> Tree<B> {
                 mapped.adopted_count += 1;
                 Arc::clone(&mapped.changes)
             }
+            // Not reached, because the stub is in the map.
             None => Arc::default(),
         };
         changes.record_first_size(size);
@@ -207,8 +208,8 @@ impl<B: Backing> Tree<B> {
     /// Creates the file of a stub that is not in the map, and adds the stub to it. The file is in the backing, the
     /// directory that the mount serves. It has a private path there until the name of the stub is synced.
     ///
-    /// `current_path` is the present path of the stub, if it is known. A backing with several places for data chooses
-    /// one by that path. If the file cannot be created, the map is as before.
+    /// `current_path` is the present path of the stub, if it is known. A backing with several places for data (lanes)
+    /// chooses one by that path. If the file cannot be created, the map is as before.
     fn create_file(&self, map: &mut Map, id: StubId, current_path: Option<&[u8]>) -> Result<()> {
         self.create_private_dir()?;
         let placement = match current_path {

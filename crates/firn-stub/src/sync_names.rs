@@ -398,7 +398,8 @@ impl<B: Backing> Tree<B> {
     /// Whether a stub that the walk of the tree did not find has no name any more. No program may have it open, except
     /// clients that had it *adopted*: firnd, the process that serves the mount, has a descriptor of it for them.
     ///
-    /// `is_quiet`: no rename happened during the walk. It decides only if this process may not open stubs by identity.
+    /// `is_quiet`: no rename happened during the walk. It decides only if this process may not open stubs by identity,
+    /// which needs CAP_DAC_READ_SEARCH.
     fn is_gone(&self, id: StubId, is_quiet: bool) -> bool {
         match id.open(self.root_fd()) {
             // The stub exists: it has a name that the walk missed, or a program has it open.
@@ -652,8 +653,8 @@ impl<B: Backing> Tree<B> {
             may_lack_set_id_bits = is_owner_changed && stub.mode & SET_ID_BITS != 0;
         }
         if has_other_mode || has_other_owner {
-            // The mode is set after the owner, because a change of the owner clears set-id bits. So a mode with such bits
-            // is set again even if it was the same before.
+            // The mode is set after the owner, because a change of the owner clears set-id bits. So a mode with such
+            // bits is set again even if it was the same before.
             let sets_mode = has_other_mode || may_lack_set_id_bits;
             let mode = SetAttr {
                 mode: sets_mode.then_some(stub.mode),

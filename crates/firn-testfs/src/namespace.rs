@@ -118,8 +118,8 @@ impl Link {
     }
 }
 
-/// Returns the name of a virtual device in the namespace of this process, from the number of a [`Namespace`]. It is cut to
-/// nine digits, because a name has at most 15 characters.
+/// Returns the name of a virtual device in the namespace of this process, from the number of a [`Namespace`]. It is cut
+/// to nine digits, because a name has at most 15 characters.
 fn device_name(number: u32) -> String {
     format!("fb{}", number % 1_000_000_000)
 }
@@ -149,7 +149,8 @@ impl Network {
             let namespace = Namespace::create(guards)?;
             if bridge.is_empty() {
                 bridge = format!("fw{}", namespace.number % 1_000_000_000);
-                // The first namespace gives the bridge its name. The bridge gets no address, so only these hosts can reach each other through it.
+                // The first namespace gives the bridge its name. The bridge gets no address, so only these hosts can
+                // reach each other through it.
                 subnet = format!("10.63.{}", namespace.number % 256);
                 guards.push(expect(Leftover::Link(bridge.clone())));
                 ip(&format!("link add {bridge} type bridge"))?;

@@ -104,8 +104,8 @@ fn create_files(mounted: &Mounted<'_>, round: u32, count: u64) -> anyhow::Result
     Ok(vec![("created", "1/s", a_second)])
 }
 
-/// Writes one file as torch.save does. With a commit rule the file is durable when close(2) returns. Without a rule the
-/// program syncs the file.
+/// Writes one file in large writes, as torch.save does. With a commit rule the file is durable when close(2) returns.
+/// Without a rule the program syncs the file.
 fn save(mounted: &Mounted<'_>, round: u32, bytes: u64) -> anyhow::Result<Sample> {
     let path = mounted.mount.path().join(format!("step-{round}.pt"));
     let outcomes = worker::run_all(&[Task::Write {

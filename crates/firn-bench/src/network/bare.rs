@@ -58,8 +58,8 @@ impl SendArgs {
 }
 
 impl ReceiveArgs {
-    /// Receives and writes files until the sender closes the connection. Each file comes after its length, a number of 8
-    /// bytes.
+    /// Receives and writes files until the sender closes the connection. Each file comes after its length, a number of
+    /// 8 bytes.
     pub fn run(&self) -> anyhow::Result<()> {
         let mut socket = TcpStream::connect(&self.address)?;
         let mut buffer = vec![0; BUFFER_BYTES];

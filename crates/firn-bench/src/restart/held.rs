@@ -59,6 +59,7 @@ pub(super) struct Files<'a> {
 /// What is done before a file is read, so that the read is the first one.
 #[derive(Clone, Copy)]
 enum Before {
+    /// Nothing.
     Nothing,
     /// Make the kernel drop its pages of the file.
     ForgetPages,

@@ -1,8 +1,8 @@
 //! Copies bytes with memcpy. Nothing that keeps bytes in memory can take less time.
 //!
 //! A shared region is a file on tmpfs with all its memory allocated, in huge pages if the kernel provides them. Each
-//! worker maps its part of the region anew, as a new process must. The page tables are therefore filled during the copy,
-//! as they are for a process that writes to an arena.
+//! worker maps its part of the region anew, as a new process must. The page tables are therefore filled during the
+//! copy, as they are for a process that writes to an arena.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -119,8 +119,8 @@ impl Map {
         let (no_access, read_write) = (ProtFlags::empty(), ProtFlags::READ | ProtFlags::WRITE);
         let reserve = MapFlags::PRIVATE | MapFlags::NORESERVE;
         let reserved_bytes = len + HUGE_BYTES;
-        // SAFETY: the first mapping is new and at an address that the kernel chooses. The second mapping replaces a part
-        // of it, which nothing refers to.
+        // SAFETY: the first mapping is new and at an address that the kernel chooses. The second mapping replaces a
+        // part of it, which nothing refers to.
         unsafe {
             let start = mmap_anonymous(std::ptr::null_mut(), reserved_bytes, no_access, reserve)?
                 .cast::<u8>();

@@ -174,6 +174,7 @@ unsafe fn open_stream_over(
             NewDescriptor::NotStub => do_fdopen(fd, mode),
         };
         if file.is_null() {
+            // By the hook of close(2), which also forgets the state that was registered.
             libc::close(fd);
         }
         file
@@ -281,6 +282,7 @@ unsafe fn do_freopen(path: *const c_char, mode: *const c_char, file: *mut FILE) 
         if !file.is_null() && cookie::is_stub_stream(file) {
             libc::fflush(file);
         }
+        // Hooks see neither the close nor the open in freopen(3), so both numbers are forgotten.
         forget_stream_descriptor(file);
         let file = FREOPEN.get()(path, mode, file);
         forget_stream_descriptor(file);

@@ -116,8 +116,8 @@ impl ListRead {
     /// Reads the beginning of a run from a file of the backing, the directory below the mount. `extent` is the range of
     /// the file that is there, and `skipped_bytes` is the position in it.
     ///
-    /// Returns the number of bytes; `None` if nothing could be read, so that the fallback must find out why. The error means
-    /// that the list is not valid any more.
+    /// Returns the number of bytes; `None` if nothing could be read, so that the fallback must find out why. The error
+    /// means that the list is not valid any more.
     fn read_backing(
         &mut self,
         locked: &mut LockedEntry,

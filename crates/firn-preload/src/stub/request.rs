@@ -29,7 +29,8 @@ const PAUSE_MS: u32 = 20;
 const CONNECT_DESCRIPTORS: usize = 2;
 /// Maximum number of connections over which one request is tried.
 const CONNECTIONS_MAX: u32 = 64;
-/// Longest time that a call waits until firnd is started, in milliseconds. An environment variable can change it at the start.
+/// Longest time that a call waits until firnd is started, in milliseconds. An environment variable can change it at the
+/// start.
 static WAIT_MS: AtomicU32 = AtomicU32::new(WAIT_MS_DEFAULT);
 
 /// Sets the longest wait, from the text of an environment variable. It is called once, at the start.

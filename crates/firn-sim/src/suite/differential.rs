@@ -307,8 +307,8 @@ fn make_call<B: Backing>(backing: &B, call: &Call) -> Result<u64, Errno> {
     }
 }
 
-/// Executes a call that creates an object. Returns a number by which the new objects are compared: the mode, or the length
-/// of a symbolic link.
+/// Executes a call that creates an object. Returns a number by which the new objects are compared: the mode, or the
+/// length of a symbolic link.
 fn make_object<B: Backing>(backing: &B, call: &Call) -> Result<u64, Errno> {
     let caller = own_caller();
     let mode_of = |attr: Attr| u64::from(attr.mode);
