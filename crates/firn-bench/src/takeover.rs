@@ -1,5 +1,6 @@
 //! `firn bench takeover`: measures how long programs wait when firnd is killed and another firnd takes the mount over,
-//! and how much the live table, the record of open files for a takeover, costs while nothing fails.
+//! and how much the live table costs while nothing fails. The live table is the file that tells the next firnd what the
+//! kernel knows.
 
 mod pause;
 mod rates;

@@ -24,8 +24,8 @@ struct Candidate<'a> {
     mount: Mount<'a>,
 }
 
-/// Measures the rates of a mount with and without the live table, the record of open files for a takeover. The two are
-/// measured in turns. Adds the cases and the goals to the report.
+/// Measures the rates of a mount with and without the live table, which tells the next firnd what the kernel knows. The
+/// two are measured in turns. Adds the cases and the goals to the report.
 pub(super) fn measure(
     common: &Common,
     firn: &Firn,
