@@ -95,8 +95,11 @@ enum Part {
 /// The two hosts, and the mount and the agent on the source host.
 struct Site<'a> {
     firn: &'a Firn,
+    /// The mount on the source host.
     mount: &'a Mount<'a>,
+    /// The network of the other host.
     namespace: &'a Namespace,
+    /// The connection of the two hosts.
     link: &'a Link,
     /// The directory of the checkpoint on the mount.
     source: PathBuf,
@@ -104,6 +107,7 @@ struct Site<'a> {
     plain: PathBuf,
     backing: PathBuf,
     agent: Agent,
+    /// Size of the checkpoint.
     bytes: u64,
 }
 

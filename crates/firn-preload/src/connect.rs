@@ -79,7 +79,7 @@ pub(crate) fn wipe_on_fork() -> bool {
 struct LinkState {
     /// Identity of the arena.
     arena: [u8; 16],
-    /// Number of connections so far; 0 if the link is unused.
+    /// Number of connections so far; 0 if the link is unused. It is limited, and part of the link number.
     connection_count: u32,
     /// Identity of the socket, by which a reuse of its number is noticed.
     identity: Identity,
@@ -626,7 +626,8 @@ pub(crate) fn arena_map(number: u32) -> Option<ArenaMap> {
     (link_number(index, state.connection_count) == number).then_some(state.map)
 }
 
-/// Returns the link number of a connection. It differs from that of earlier connections of the same link.
+/// Returns the link number of a connection, from the index of its link and the number of connections that the link has
+/// made. So each connection has another number.
 fn link_number(index: usize, connection_count: u32) -> u32 {
     connection_count * LINKS_MAX as u32 + index as u32
 }

@@ -210,9 +210,9 @@ impl List {
     /// Takes over the files that came with an answer of firnd: open files of the backing, the directory below the
     /// mount.
     ///
-    /// Extents (ranges of bytes) in the backing name such a file by its index in the answer. This function replaces it
-    /// by the file's index in the list, for all extents from `first_extent` on. If the list has no room for the file,
-    /// they get `NO_FILE`, and the fallback (the kernel or firnd) reads their bytes.
+    /// In an extent (a range of bytes) in the backing, the field `chunk` names such a file by its index in the answer.
+    /// This function replaces it by the file's index in the list, for all extents from `first_extent` on. If the list
+    /// has no room for the file, they get `NO_FILE`, and the fallback (the kernel or firnd) reads their bytes.
     fn adopt_files(&mut self, files: &mut Files, first_extent: usize, owner: c_int) {
         const NO_FILE: u32 = u32::MAX;
         let mut list_indices = [NO_FILE; firn_format::data_socket::FILES_MAX];

@@ -313,7 +313,7 @@ pub(crate) fn record_moved(
 }
 
 impl Slot {
-    /// Returns the begin and the end of the mapping, in whole pages.
+    /// Returns the beginning and the end of the mapping, in whole pages.
     fn range(&self) -> (usize, usize) {
         let start = self.start.load(Ordering::Acquire);
         let end = self.end.load(Ordering::Acquire);

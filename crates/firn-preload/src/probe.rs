@@ -117,7 +117,7 @@ pub(crate) fn is_writable(data: *mut c_void, len: usize) -> bool {
 
 /// Asks the kernel whether a page can be read, which takes 0.1 to 0.2 µs.
 fn can_read(page: usize) -> bool {
-    // The set is not at the begin of the page, because the first page begins at NULL, which means no set.
+    // The set is not at the beginning of the page, because the first page begins at NULL, which means no set.
     // SAFETY: the kernel reads eight bytes, and changes nothing.
     let result = unsafe {
         syscall!(

@@ -17,7 +17,8 @@ pub(crate) const CALL_BYTES_MIN: u64 = 8 << 10;
 /// 95 µs. A write of 64 KiB through the kernel takes 9 to 12 µs longer than a direct write, so eight such writes cost
 /// as much.
 const UNCONNECTED_DIVISOR: u64 = 8;
-/// The number of bytes in use: [`DIRECT_AFTER_BYTES`], unless an environment variable sets another.
+/// The bytes before the first request that are in effect: [`DIRECT_AFTER_BYTES`], unless an environment variable sets
+/// another number.
 static DIRECT_AFTER: AtomicU64 = AtomicU64::new(DIRECT_AFTER_BYTES);
 
 /// Sets the bytes that are moved before the first request to firnd, from the text of an environment variable. It is

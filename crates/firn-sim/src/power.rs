@@ -165,6 +165,7 @@ impl Disk {
         let mut synced_objects = vec![dir];
         for (ino, _) in dir_inode.entries.values() {
             let kind = self.inodes.get(ino).map(Inode::kind);
+            // `None`: the object does not exist, so nothing is left to sync.
             let has_own_fsync = matches!(kind, None | Some(Kind::File | Kind::Dir));
             if !has_own_fsync {
                 synced_objects.push(*ino);

@@ -178,7 +178,8 @@ impl SavedMap {
     }
 
     /// Repeats the change of one record of the log, given as its fields: the kind letter first. `A` adds a stub, `D`
-    /// deletes a path, `M` moves paths, `F` marks the tree as filled. Ignores a record that it does not know.
+    /// deletes a path, `M` moves paths, `F` marks the tree as filled. Ignores a record that it does not know or cannot
+    /// parse.
     fn apply(&mut self, fields: &[&[u8]]) {
         // Only these two kinds of changes are made in the backing after they are logged, so the last one may be missing
         // there.

@@ -224,12 +224,12 @@ impl<B: Backing> Tree<B> {
         let mode = 0o600;
         let flags = libc::O_RDWR;
         let created = match &placement {
-            Some(later) => self.engine.create_placed(
+            Some(named_place) => self.engine.create_placed(
                 &caller,
                 (dir.inode, name),
                 mode,
                 flags,
-                (later.dir.inode, later.name),
+                (named_place.dir.inode, named_place.name),
             ),
             None => self.engine.create(&caller, dir.inode, name, mode, flags),
         };

@@ -71,7 +71,9 @@ enum Before {
 struct ReadWay<'a> {
     name: &'static str,
     path: PathBuf,
+    /// What is done before each read.
     before: Before,
+    /// The preload library, if the reader loads it.
     preload: Option<&'a Path>,
 }
 

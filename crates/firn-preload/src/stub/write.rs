@@ -168,7 +168,7 @@ pub(crate) fn append_source(
 
 /// Appends a source to a stub (an empty file; firnd has its bytes) that may not become larger than `size_max`, by one
 /// request to firnd. Contiguous bytes that fit into a packet are sent in it, and others in a memory file, which has no
-/// name. Returns where they are in the file, and how many.
+/// name. Returns the range of the file that the appended bytes have.
 fn append_within(
     requester: &mut impl Requester,
     source: Source<'_>,
