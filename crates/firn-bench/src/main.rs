@@ -103,8 +103,7 @@ fn dispatch(benchmark: Benchmark) -> anyhow::Result<()> {
     }
 }
 
-/// Runs the benchmarks of `firn bench all`, one after the other. `pull`, which needs
-/// root, is not among them.
+/// Runs the benchmarks of `firn bench all`, one after the other. `pull`, which needs root, is not among them.
 fn all(common: &Common) -> anyhow::Result<()> {
     let publish = |report: Report| {
         let mut common = common.clone();

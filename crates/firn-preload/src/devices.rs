@@ -104,7 +104,7 @@ pub(crate) fn first_token(number: u64) -> Option<Token> {
     (number != NO_TOKEN && last_token.token == number).then_some(last_token)
 }
 
-/// Fetches the token of an open file. Returns `None` if no firnd serves the file, or if firnd does not serve this
+/// Fetches the token of an open file. Returns `None` if firnd does not serve the file, or if firnd does not serve this
 /// process.
 pub(crate) fn fetch_token(fd: c_int) -> Option<Token> {
     let token = firn_direct::connection::request_token(sys::borrow(fd)?)?;

@@ -37,7 +37,8 @@ extern "C" fn start(_argc: c_int, argv: *const *const c_char, envp: *const *cons
             is_own_program(argv),
         )
     };
-    if off == Some(b"off") || is_firnd || !wipe_all_on_fork() {
+    let is_switched_off = off == Some(b"off");
+    if is_switched_off || is_firnd || !wipe_all_on_fork() {
         return;
     }
     if report.is_some_and(|value| !value.is_empty() && value != b"0") {

@@ -29,7 +29,7 @@ use crate::wiped::Wiped;
 const TREES_COUNT: usize = 4;
 /// Bytes of the longest path that `firn` accepts: the 107 bytes of a socket's path (unix(7)) without `/` and
 /// `KEY.sock`.
-const DIR_BYTES_MAX: usize = 107 - 22;
+const DIR_BYTES_MAX: usize = 107 - "/0123456789abcdef.sock".len();
 /// Bytes of the longest path of the runtime directory, with the zero byte at its end.
 const DIR_BYTES: usize = DIR_BYTES_MAX + 1;
 /// Bytes of a buffer for a short prefix, a number and a zero byte.

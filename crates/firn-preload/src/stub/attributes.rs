@@ -87,7 +87,7 @@ pub(crate) fn request_attr_at_path(
                 Err(errno) => Some(Err(errno)),
             };
         }
-        // The connection has ended. The next firnd is tried, until the wait is over.
+        // The connection has ended. It is made again when firnd is restarted, until the wait is over.
         if let Err(errno) = wait.pause_and_reread_trees() {
             return Some(Err(errno));
         }

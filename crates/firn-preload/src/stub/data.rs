@@ -132,7 +132,7 @@ fn bytes_within_limit(locked: &LockedEntry, range: CallRange) -> Result<usize, c
 
 /// Prepares a read or write: makes sure that firnd knows the descriptor, and makes the offset private if possible.
 /// Returns `Err`, the result of the call, if the access mode is `forbidden_access`, if the call moves no bytes, or if
-/// no firnd is found.
+/// firnd does not run.
 fn prepare_call(
     locked: &mut LockedEntry,
     forbidden_access: c_int,

@@ -142,7 +142,7 @@ pub(crate) fn close_stub(fd: c_int) -> isize {
     };
     let mut result = 0;
     if locked.stub.is_adopted || locked.stub.has_unreleased_writes {
-        // Without written bytes nothing is lost if no firnd runs now.
+        // If no bytes were written, nothing is lost even if firnd does not run now.
         let waits_for_firnd = locked.stub.has_unreleased_writes;
         if let Err(errno) = release_token(&mut locked, waits_for_firnd) {
             result = -(errno as isize);
@@ -152,7 +152,8 @@ pub(crate) fn close_stub(fd: c_int) -> isize {
     result
 }
 
-/// Informs firnd that a descriptor is closed. With `waits_for_firnd` it waits for the next firnd if none runs.
+/// Informs firnd that a descriptor is closed. With `waits_for_firnd` it waits until firnd is started,
+/// if it does not run.
 fn release_token(locked: &mut LockedEntry, waits_for_firnd: bool) -> Result<(), c_int> {
     return_private_offset(locked);
     if !waits_for_firnd {

@@ -51,8 +51,8 @@ impl Wait {
         Self { waited_ms: 0 }
     }
 
-    /// Pauses, and reads the runtime directory again, where a new firnd describes its tree. The error is EIO if the
-    /// call has waited long enough, and EMFILE or ENFILE if no descriptor is left to connect with.
+    /// Pauses, and reads the runtime directory again, where a restarted firnd describes its tree. The error is EIO if
+    /// the call has waited long enough, and EMFILE or ENFILE if no descriptor is left to connect with.
     pub(crate) fn pause_and_reread_trees(&mut self) -> Result<(), c_int> {
         sys::check_descriptors_left(CONNECT_DESCRIPTORS)?;
         if self.waited_ms >= WAIT_MS.load(Ordering::Relaxed) {
@@ -66,7 +66,7 @@ impl Wait {
 }
 
 /// Makes sure that firnd (the serving process) knows the descriptor of a stub, an empty file with its bytes in firnd.
-/// It waits for a firnd for a limited time if none runs, and then returns an errno.
+/// If firnd does not run, it waits for a limited time until firnd is started, and then returns an errno.
 pub(crate) fn adopt(locked: &mut LockedEntry) -> Result<(), c_int> {
     if locked.stub.is_adopted {
         return Ok(());

@@ -54,7 +54,7 @@ impl Fallback for Socket {
                 postpone_after_lost_lease(locked, LeaseLost::Full, UNCONNECTED_BYTES);
             }
             Some(_) => postpone_after_end(locked, Reason::Refused),
-            // The connection has ended, so the next firnd does not know the descriptor.
+            // The connection has ended. A restarted firnd does not know the descriptor.
             None => locked.stub.is_adopted = false,
         }
         locked.stub.has_grant

@@ -6,7 +6,7 @@ use std::ffi::c_int;
 pub(crate) struct StubState {
     /// Whether the running firnd knows the descriptor, by `EntryState::token`.
     pub(crate) is_adopted: bool,
-    /// Whether a firnd has known the descriptor, this one or an earlier one.
+    /// Whether firnd has known the descriptor at any time, also before a restart.
     pub(crate) was_adopted: bool,
     /// Whether firnd has granted direct access, so that leases may be requested and filled.
     pub(crate) has_grant: bool,

@@ -4,7 +4,7 @@
 //! Promises
 //! * A returned count is the number of stored bytes. If it is not known, the call fails ([`WriteError::Unknown`]).
 //! * An append is one request, so that firnd stores its bytes together and only once. Bytes that do not fit into a
-//!   packet are sent in a memory file (memfd_create(2)). firnd notes its progress there, so that the next firnd can
+//!   packet are sent in a memory file (memfd_create(2)). firnd notes its progress there, so that a restarted firnd can
 //!   finish.
 
 use std::ffi::{c_int, c_void};
