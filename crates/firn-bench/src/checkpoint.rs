@@ -139,23 +139,27 @@ impl CheckpointArgs {
             ("held + preload", "held", Some(&library)),
         ] {
             let own = format!("{close}{}", if preload.is_some() { "-preload" } else { "" });
-            let behind = prepared.dir.join(&own);
+            let backing_dir = prepared.dir.join(&own);
             let point = work.join(format!("mount-{own}"));
-            let mount = firn.mount(&behind, &point, &format!("close={close}{more}"))?;
-            let candidate =
-                CheckpointCandidate::without_preload(name, behind, point, WriteTarget::Firn(mount));
+            let mount = firn.mount(&backing_dir, &point, &format!("close={close}{more}"))?;
+            let candidate = CheckpointCandidate::without_preload(
+                name,
+                backing_dir,
+                point,
+                WriteTarget::Firn(mount),
+            );
             all.push(CheckpointCandidate {
                 preload: preload.cloned(),
                 ..candidate
             });
         }
         if self.backing != Kind::Local {
-            let behind = prepared.dir.join("large");
-            std::fs::create_dir_all(&behind)?;
+            let backing_dir = prepared.dir.join("large");
+            std::fs::create_dir_all(&backing_dir)?;
             all.push(CheckpointCandidate::without_preload(
                 "large writes",
-                behind.clone(),
-                behind,
+                backing_dir.clone(),
+                backing_dir,
                 WriteTarget::Large,
             ));
         } else {
@@ -197,7 +201,7 @@ impl CheckpointArgs {
             })
             .collect();
         // What earlier measurements left dirty must not be written in this one's time.
-        durable::sync_all(&candidate.behind)?;
+        durable::sync_all(&candidate.backing_dir)?;
         let before = candidate.usage()?;
         let outcomes = worker::run_with(candidate.preload.as_deref(), &tasks)?;
         candidate.make_durable(&dir, &tasks)?;
@@ -259,8 +263,8 @@ impl CheckpointArgs {
 struct CheckpointCandidate<'a> {
     name: &'static str,
     /// The directory of the candidate in the backing.
-    behind: PathBuf,
-    /// The directory to which the processes write: the mount point, or `behind` itself.
+    backing_dir: PathBuf,
+    /// The directory to which the processes write: the mount point, or `backing_dir` itself.
     dir: PathBuf,
     target: WriteTarget<'a>,
     /// The preload library, if the processes load it.
@@ -282,13 +286,13 @@ impl<'a> CheckpointCandidate<'a> {
     /// Returns a candidate whose processes do not load the preload library.
     fn without_preload(
         name: &'static str,
-        behind: PathBuf,
+        backing_dir: PathBuf,
         dir: PathBuf,
         target: WriteTarget<'a>,
     ) -> Self {
         Self {
             name,
-            behind,
+            backing_dir,
             dir,
             target,
             preload: None,

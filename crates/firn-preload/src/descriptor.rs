@@ -19,11 +19,11 @@
 use std::ffi::c_int;
 
 use crate::fallback::{Fallback, WriteProgress, write_runs};
-use crate::handled::{Handled, KernelCall, Step};
 use crate::lease::fill::{self, LeaseWrite};
 use crate::list::copy;
 use crate::memory::{Source, Target};
 use crate::offset::{CallRange, Claim, current_offset, set_offset};
+use crate::outcome::{CallOutcome, KernelCall, Step};
 use crate::report::{self, Call};
 use crate::table::LockedEntry;
 
@@ -33,8 +33,8 @@ pub(crate) fn write_descriptor<F: Fallback>(
     source: Source<'_>,
     range: CallRange,
     call: Call,
-) -> Handled {
-    Handled::from_step(write_range::<F>(locked, source, range, call))
+) -> CallOutcome {
+    CallOutcome::from_step(write_range::<F>(locked, source, range, call))
 }
 
 /// Writes bytes of a program to an open file: into leases (slabs of the shared memory) if possible. The fallback
@@ -57,7 +57,7 @@ fn write_range<F: Fallback>(
         claim.release_unused(&locked, 0);
         F::hand_over(locked, None, range.explicit_offset, call)?;
         // The kernel returns the same error if offset and length together are too large.
-        return Err(Handled::from_errno(libc::EINVAL));
+        return Err(CallOutcome::from_errno(libc::EINVAL));
     }
     let lease_write = if uses_leases {
         fill::write_to_leases(&mut locked, source, claim.offset, range.total)
@@ -95,7 +95,7 @@ pub(crate) fn finish_write<F: Fallback>(
     let write_run = |run, done| F::write_at(&mut locked, run, claim.offset.wrapping_add(done));
     let progress: WriteProgress = write_runs(source, in_leases, range.total, write_run);
     claim.finish(&locked, progress.done);
-    progress.into_result().map_err(Handled::from_errno)
+    progress.into_result().map_err(CallOutcome::from_errno)
 }
 
 /// Reads bytes into a target, by the list if there is one, else by the fallback.
@@ -104,8 +104,8 @@ pub(crate) fn read_descriptor<F: Fallback>(
     target: Target<'_>,
     range: CallRange,
     call: Call,
-) -> Handled {
-    Handled::from_step(read_range::<F>(locked, target, range, call))
+) -> CallOutcome {
+    CallOutcome::from_step(read_range::<F>(locked, target, range, call))
 }
 
 /// Reads bytes of an open file for a program: by its list of extents, which says where the bytes are in shared memory,
@@ -124,7 +124,7 @@ fn read_range<F: Fallback>(
     }
     let mut claim = Claim::for_descriptor(&mut locked, range);
     if claim.offset > i64::MAX as u64 {
-        return Err(Handled::from_errno(libc::EINVAL));
+        return Err(CallOutcome::from_errno(libc::EINVAL));
     }
     if is_listed {
         locked = read_by_list::<F>(locked, target, &mut claim, range, call)?;
@@ -132,7 +132,7 @@ fn read_range<F: Fallback>(
     report::count_kernel(call);
     let result = read_by_fallback::<F>(&mut locked, target, claim.offset, range.total);
     claim.finish(&locked, result.unwrap_or(0));
-    result.map_err(Handled::from_errno)
+    result.map_err(CallOutcome::from_errno)
 }
 
 /// Tries to serve a read by the list, which says where the bytes of the file are in the shared memory.
@@ -161,7 +161,7 @@ fn read_by_list<F: Fallback>(
     claim.finish(&locked, done);
     report::count_direct(call, done);
     // The call is complete, so the caller must not read by the fallback.
-    Err(Handled::Done(done as isize))
+    Err(CallOutcome::Done(done as isize))
 }
 
 /// Reads by the fallback, which is the kernel, or firnd for a stub. Returns the number of bytes, which is less than
@@ -194,13 +194,13 @@ pub(crate) fn seek_descriptor<F: Fallback>(
     mut locked: LockedEntry,
     offset: i64,
     whence: c_int,
-) -> Handled {
+) -> CallOutcome {
     if !F::has_offset(&locked) {
-        return Handled::Forward(KernelCall::begin(locked.entry));
+        return CallOutcome::Forward(KernelCall::begin(locked.entry));
     }
     match seek_to::<F>(&mut locked, offset, whence) {
-        Ok(new_offset) => Handled::Done(new_offset as isize),
-        Err(errno) => Handled::from_errno(errno),
+        Ok(new_offset) => CallOutcome::Done(new_offset as isize),
+        Err(errno) => CallOutcome::from_errno(errno),
     }
 }
 

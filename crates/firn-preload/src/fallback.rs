@@ -11,10 +11,10 @@ use std::ffi::c_int;
 
 use firn_format::data_socket::{Reply, Status};
 
-use crate::handled::Step;
 use crate::lease::LeaseLost;
 use crate::memory::{Readable, Run, Source, Writable};
 use crate::offset::Claim;
+use crate::outcome::Step;
 use crate::report::{self, Call, Reason};
 use crate::table::LockedEntry;
 

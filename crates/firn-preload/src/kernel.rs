@@ -33,12 +33,12 @@ use crate::devices::{self, fetch_token};
 use crate::fallback::{
     Fallback, WriteError, is_full, postpone_after_end, postpone_after_lost_lease, write_runs,
 };
-use crate::handled::{Handled, KernelCall, Step};
 use crate::lease::LeaseLost;
 use crate::lease::fill::{self, LeaseWrite};
 use crate::list::fetch;
 use crate::memory::{Readable, Run, Source, Target, Writable};
 use crate::offset::{self, CallRange, Claim};
+use crate::outcome::{CallOutcome, KernelCall, Step};
 use crate::probe;
 use crate::report::{self, Call, Reason};
 use crate::request_policy::{CALL_BYTES_MIN, RETRY_BYTES_MAX};
@@ -113,9 +113,9 @@ impl Fallback for Kernel {
             locked.set_private(false);
             locked.set_tag(tag::ORDINARY);
             return Err(if done > 0 {
-                Handled::Done(done as isize)
+                CallOutcome::Done(done as isize)
             } else {
-                Handled::Forward(KernelCall::WITHOUT_OFFSET)
+                CallOutcome::Forward(KernelCall::WITHOUT_OFFSET)
             });
         }
         let is_released = claim.release_unused(&locked, done);
@@ -183,7 +183,7 @@ pub(crate) fn write_fast(
     run: Run<'_, Readable>,
     explicit_offset: Option<u64>,
     call: Call,
-) -> Option<Handled> {
+) -> Option<CallOutcome> {
     let Entered::Locked(mut locked) = table::lock_entry(fd) else {
         return None;
     };
@@ -216,7 +216,7 @@ pub(crate) fn write_fast(
     }
     locked.request_policy.count_direct_bytes(len);
     report::count_direct(call, len);
-    Some(Handled::Done(len as isize))
+    Some(CallOutcome::Done(len as isize))
 }
 
 /// Finishes a write of the fast path, which has not stored all bytes in its lease, a slab of shared memory. Further
@@ -230,7 +230,7 @@ fn finish_fast_write(
     range: CallRange,
     appended: Appended,
     call: Call,
-) -> Handled {
+) -> CallOutcome {
     let appended_bytes = match appended {
         Appended::Bytes(count) => count,
         _ => 0,
@@ -255,22 +255,23 @@ fn finish_fast_write(
     run.as_memory(|source| {
         let written =
             descriptor::finish_write::<Kernel>(locked, source, claim, range, lease_write, call);
-        Handled::from_step(written)
+        CallOutcome::from_step(written)
     })
 }
 
 /// write(2) and its kin of a file on a mount, at the descriptor's offset or at `explicit_offset`: by direct access to
-/// shared memory if possible, else by the kernel. [`Handled::Forward`] means that the caller makes the kernel's call.
+/// shared memory if possible, else by the kernel. [`CallOutcome::Forward`] means that the caller makes the kernel's
+/// call.
 pub(crate) fn write_file(
     fd: c_int,
     source: Source<'_>,
     explicit_offset: Option<u64>,
     call: Call,
-) -> Handled {
+) -> CallOutcome {
     let locked = match table::lock_entry(fd) {
         Entered::Locked(locked) if locked.tag == tag::WRITER => locked,
         Entered::Interrupted(entry) => return write_in_handler(fd, entry, source, explicit_offset),
-        _ => return Handled::Forward(KernelCall::WITHOUT_OFFSET),
+        _ => return CallOutcome::Forward(KernelCall::WITHOUT_OFFSET),
     };
     match valid_range(explicit_offset, source.total()) {
         Some(range) => descriptor::write_descriptor::<Kernel>(locked, source, range, call),
@@ -279,31 +280,32 @@ pub(crate) fn write_file(
 }
 
 /// read(2) and its kin of a file on a mount, at the descriptor's offset or at `explicit_offset`: by direct access to
-/// shared memory if possible, else by the kernel. [`Handled::Forward`] means that the caller makes the kernel's call.
+/// shared memory if possible, else by the kernel. [`CallOutcome::Forward`] means that the caller makes the kernel's
+/// call.
 pub(crate) fn read_file(
     fd: c_int,
     target: Target<'_>,
     explicit_offset: Option<u64>,
     call: Call,
-) -> Handled {
+) -> CallOutcome {
     let locked = match table::lock_entry(fd) {
         Entered::Locked(locked) if locked.tag == tag::READER => locked,
-        _ if explicit_offset.is_some() => return Handled::Forward(KernelCall::WITHOUT_OFFSET),
-        Entered::NotServed => return Handled::Forward(KernelCall::WITHOUT_OFFSET),
+        _ if explicit_offset.is_some() => return CallOutcome::Forward(KernelCall::WITHOUT_OFFSET),
+        Entered::NotServed => return CallOutcome::Forward(KernelCall::WITHOUT_OFFSET),
         // `Locked` with another tag: the descriptor may write. `Interrupted`: this is a signal handler. In both cases
         // the kernel gets the offset back before it reads.
         entered => {
             // Unlocks the entry, which `prepare_kernel_call` locks again.
             drop(entered);
-            return Handled::Forward(prepare_kernel_call(fd, call));
+            return CallOutcome::Forward(prepare_kernel_call(fd, call));
         }
     };
     if let Some(range) = valid_range(explicit_offset, target.total()) {
         return descriptor::read_descriptor::<Kernel>(locked, target, range, call);
     }
     match Kernel::hand_over(locked, None, explicit_offset, call) {
-        Ok(_) => Handled::Forward(KernelCall::WITHOUT_OFFSET),
-        Err(handled) => handled,
+        Ok(_) => CallOutcome::Forward(KernelCall::WITHOUT_OFFSET),
+        Err(outcome) => outcome,
     }
 }
 
@@ -320,7 +322,7 @@ fn valid_range(explicit_offset: Option<u64>, total: Option<usize>) -> Option<Cal
 }
 
 /// lseek(2).
-pub(crate) fn seek_file(fd: c_int, offset: i64, whence: c_int) -> Handled {
+pub(crate) fn seek_file(fd: c_int, offset: i64, whence: c_int) -> CallOutcome {
     match table::lock_entry(fd) {
         Entered::Locked(locked) if locked.tag != tag::INTERNAL => {
             descriptor::seek_descriptor::<Kernel>(locked, offset, whence)
@@ -329,7 +331,7 @@ pub(crate) fn seek_file(fd: c_int, offset: i64, whence: c_int) -> Handled {
             let seek_in_file = || count_or_errno(offset::seek_in_kernel(fd, offset, whence));
             offset::seek_in_handler(entry, offset, whence, seek_in_file)
         }
-        _ => Handled::Forward(KernelCall::WITHOUT_OFFSET),
+        _ => CallOutcome::Forward(KernelCall::WITHOUT_OFFSET),
     }
 }
 
@@ -342,12 +344,12 @@ fn write_in_handler(
     entry: &'static Entry,
     source: Source<'_>,
     explicit_offset: Option<u64>,
-) -> Handled {
+) -> CallOutcome {
     if explicit_offset.is_some() || !entry.is_private() {
-        return Handled::Forward(KernelCall::begin(entry));
+        return CallOutcome::Forward(KernelCall::begin(entry));
     }
     let Some(total) = source.total() else {
-        return Handled::Forward(KernelCall::WITHOUT_OFFSET);
+        return CallOutcome::Forward(KernelCall::WITHOUT_OFFSET);
     };
     let range = CallRange {
         explicit_offset: None,
@@ -362,7 +364,7 @@ fn write_in_handler(
     if progress.done < total {
         claim.release_unused_of_entry(entry, fd, progress.done);
     }
-    Handled::from_result(progress.into_result())
+    CallOutcome::from_result(progress.into_result())
 }
 
 /// Gives the kernel its offset back before a call of the kernel that uses it. The returned value must be finished
@@ -371,8 +373,8 @@ pub(crate) fn prepare_kernel_call(fd: c_int, call: Call) -> KernelCall {
     match table::lock_entry(fd) {
         Entered::Locked(locked) if locked.tag != tag::INTERNAL => {
             match forward_to_kernel(locked, None, call) {
-                Handled::Forward(kernel_call) => kernel_call,
-                Handled::Done(_) => KernelCall::WITHOUT_OFFSET,
+                CallOutcome::Forward(kernel_call) => kernel_call,
+                CallOutcome::Done(_) => KernelCall::WITHOUT_OFFSET,
             }
         }
         Entered::Interrupted(entry) if entry.is_private() => {
@@ -407,10 +409,14 @@ pub(crate) fn end_direct_access(mut locked: LockedEntry, reason: Reason) {
 
 /// Leaves a call to the kernel. If the call uses the kernel's offset (`explicit_offset` is `None`), the kernel first
 /// gets the right offset.
-fn forward_to_kernel(mut locked: LockedEntry, explicit_offset: Option<u64>, call: Call) -> Handled {
+fn forward_to_kernel(
+    mut locked: LockedEntry,
+    explicit_offset: Option<u64>,
+    call: Call,
+) -> CallOutcome {
     report::count_kernel(call);
     if explicit_offset.is_some() {
-        return Handled::Forward(KernelCall::WITHOUT_OFFSET);
+        return CallOutcome::Forward(KernelCall::WITHOUT_OFFSET);
     }
     if locked.is_private() {
         pause_direct_access(&mut locked);
@@ -418,7 +424,7 @@ fn forward_to_kernel(mut locked: LockedEntry, explicit_offset: Option<u64>, call
             postpone_after_end(&mut locked, Reason::Read);
         }
     }
-    Handled::Forward(KernelCall::begin(locked.entry))
+    CallOutcome::Forward(KernelCall::begin(locked.entry))
 }
 
 /// Ends direct access for now: gives the offset back to the kernel, and drops the lease.

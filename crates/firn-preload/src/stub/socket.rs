@@ -13,11 +13,11 @@ use crate::connect;
 use crate::fallback::{
     Fallback, WriteError, is_full, postpone_after_end, postpone_after_lost_lease,
 };
-use crate::handled::Step;
 use crate::lease::LeaseLost;
 use crate::list::fetch;
 use crate::memory::{Readable, Run, Writable};
 use crate::offset::Claim;
+use crate::outcome::Step;
 use crate::report::{Call, Reason};
 use crate::stub::request::{request_size, send_request};
 use crate::stub::write::write_run;

@@ -18,8 +18,8 @@ use rustix::process::Resource;
 
 use crate::connect;
 use crate::fallback::{WriteError, write_runs};
-use crate::handled::Handled;
 use crate::memory::{Readable, Run, Source};
+use crate::outcome::CallOutcome;
 use crate::report::Call;
 use crate::stub::data::{Append, write_stub};
 use crate::stub::request::{check_status, repeat_request};
@@ -276,9 +276,9 @@ fn write_all_to_stub(fd: c_int, run: Run<'_, Readable>) -> Result<(), c_int> {
         let write =
             |source: Source<'_>| write_stub(fd, source, None, Append::AsOpened, Call::Write);
         match run.without_first(done).as_memory(write) {
-            Handled::Done(count) if count > 0 => done += count as usize,
-            Handled::Done(failure) => return Err(failure.wrapping_neg() as c_int),
-            Handled::Forward(_) => return Err(libc::EBADF),
+            CallOutcome::Done(count) if count > 0 => done += count as usize,
+            CallOutcome::Done(failure) => return Err(failure.wrapping_neg() as c_int),
+            CallOutcome::Forward(_) => return Err(libc::EBADF),
         }
     }
     Ok(())
