@@ -21,15 +21,17 @@ const SINK_POOL_BYTES: u64 = 256 << 20;
 
 /// Writes the checkpoint of a parallel job, natively and through Firn.
 ///
-/// Each process writes one image with the sizes of table I of the CRFS paper: half of the writes have
-/// at most 64 bytes, a quarter of a percent of them carry 61 % of the data. Goals: the mean write that
-/// reaches the backing is at least 2 MiB for images of 15M and more; where each write costs a round
-/// trip or an operation (--backing sshfs, slow-disk) Firn is at least 3 times faster until all closes
-/// have returned; on a local ext4, where the page cache gathers writes by itself, it takes at most 2.5
-/// times as long with close=drain and 1.5 times with close=held. With "+ preload" the processes load
-/// libfirn_preload.so and write by direct access. The FUSE sink drops what is written to
-/// it: what it takes, every mount takes. The large writes, of 4 MiB each, go to the slow backing
-/// natively: what it takes to carry the bytes.
+/// Each process writes one image with the write sizes of table I of the CRFS paper: half of the writes
+/// have at most 64 bytes, and the largest 0.25 % of the writes have 61 % of the data.
+///
+/// Goals: The mean write that reaches the backing is at least 2 MiB for images of 15M and more. Where each
+/// write costs a round trip or an operation (--backing sshfs, slow-disk), Firn is at least 3 times faster
+/// until all closes have returned. On a local ext4, where the page cache gathers writes by itself, Firn
+/// takes at most 2.5 times as long with close=drain, and 1.5 times with close=held.
+///
+/// Candidates: With "+ preload" the processes load libfirn_preload.so and write by direct access. The FUSE
+/// sink drops what is written to it; its time is the part that every FUSE mount needs. The large writes, of
+/// 4 MiB each, go to the slow backing natively; their time is what the backing needs for the bytes.
 #[derive(Clone, Debug, clap::Args)]
 pub struct CheckpointArgs {
     #[command(flatten)]
@@ -137,23 +139,27 @@ impl CheckpointArgs {
             ("held + preload", "held", Some(&library)),
         ] {
             let own = format!("{close}{}", if preload.is_some() { "-preload" } else { "" });
-            let behind = prepared.dir.join(&own);
+            let backing_dir = prepared.dir.join(&own);
             let point = work.join(format!("mount-{own}"));
-            let mount = firn.mount(&behind, &point, &format!("close={close}{more}"))?;
-            let candidate =
-                CheckpointCandidate::without_preload(name, behind, point, WriteTarget::Firn(mount));
+            let mount = firn.mount(&backing_dir, &point, &format!("close={close}{more}"))?;
+            let candidate = CheckpointCandidate::without_preload(
+                name,
+                backing_dir,
+                point,
+                WriteTarget::Firn(mount),
+            );
             all.push(CheckpointCandidate {
                 preload: preload.cloned(),
                 ..candidate
             });
         }
         if self.backing != Kind::Local {
-            let behind = prepared.dir.join("large");
-            std::fs::create_dir_all(&behind)?;
+            let backing_dir = prepared.dir.join("large");
+            std::fs::create_dir_all(&backing_dir)?;
             all.push(CheckpointCandidate::without_preload(
                 "large writes",
-                behind.clone(),
-                behind,
+                backing_dir.clone(),
+                backing_dir,
                 WriteTarget::Large,
             ));
         } else {
@@ -195,7 +201,7 @@ impl CheckpointArgs {
             })
             .collect();
         // What earlier measurements left dirty must not be written in this one's time.
-        durable::sync_all(&candidate.behind)?;
+        durable::sync_all(&candidate.backing_dir)?;
         let before = candidate.usage()?;
         let outcomes = worker::run_with(candidate.preload.as_deref(), &tasks)?;
         candidate.make_durable(&dir, &tasks)?;
@@ -257,8 +263,8 @@ impl CheckpointArgs {
 struct CheckpointCandidate<'a> {
     name: &'static str,
     /// The directory of the candidate in the backing.
-    behind: PathBuf,
-    /// The directory to which the processes write: the mount point, or `behind` itself.
+    backing_dir: PathBuf,
+    /// The directory to which the processes write: the mount point, or `backing_dir` itself.
     dir: PathBuf,
     target: WriteTarget<'a>,
     /// The preload library, if the processes load it.
@@ -280,13 +286,13 @@ impl<'a> CheckpointCandidate<'a> {
     /// Returns a candidate whose processes do not load the preload library.
     fn without_preload(
         name: &'static str,
-        behind: PathBuf,
+        backing_dir: PathBuf,
         dir: PathBuf,
         target: WriteTarget<'a>,
     ) -> Self {
         Self {
             name,
-            behind,
+            backing_dir,
             dir,
             target,
             preload: None,

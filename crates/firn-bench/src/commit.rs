@@ -16,7 +16,7 @@ use crate::serve::{Mounted, Server};
 use crate::worker::{self, Operation, Task};
 use firn_config::size_text;
 
-mod figure6;
+mod records;
 mod rules;
 
 /// Candidate without Firn. It writes each changed file as a whole, as cp(1) does.
@@ -28,7 +28,7 @@ const PASSTHROUGH: &str = "plain passthrough, in place";
 /// Candidate with transactions on a mount of Firn.
 const FIRN: &str = "firn";
 /// Candidate like [`FIRN`] that commits with `firn commit --async`.
-const BEHIND: &str = "firn, async";
+const ASYNC: &str = "firn, async";
 /// Candidate like [`FIRN`] whose writers load the preload library.
 const PRELOAD: &str = "firn + preload";
 /// Candidate on a mount without commit rules.
@@ -42,16 +42,22 @@ const WRITE_BYTES: u64 = 1 << 20;
 
 /// Writes in transactions, and natively with an fsync at the end.
 ///
-/// Four parts. new: files of 1 MiB writes, natively with fsync of all files and their directory; goal:
-/// at most 1.15 times as long until durable. small: files of 4 KiB that exist, a quarter of each
-/// rewritten; natively all of each file is written, as cp would, and then syncfs; a FUSE file system
-/// that only passes requests on shows the share of FUSE; goals: at most 3 times as long, and the commit
-/// alone at most 1.5 times. records: figure 6 of the CprFS paper, one file in records of 4 and 8 KiB;
-/// goals: reads and random access at least 0.95 of native, on a network file system also the sequential
-/// write at least 1.3. rules: files that no commit rule has to do with, on a mount with 30 rules and on
-/// one without, goal: at least 0.97 as many a second; a checkpoint of 1.5 GiB that a rule commits, goal:
-/// at most 1.05 times as long as the same, synced, without rules. Until durable means until
-/// `firn commit` returned; `firn begin` comes before the time is taken.
+/// The times end when the data is durable: when `firn commit` has returned, or natively the sync. The time
+/// of `firn begin` is not included.
+///
+/// Part new: new files, in writes of 1 MiB. Natively with fsync of all files and their directory. Goal: at
+/// most 1.15 times as long as natively.
+///
+/// Part small: a quarter of each of many files of 4 KiB is rewritten. Natively each file is written as a
+/// whole, as cp does, with syncfs at the end. A FUSE file system that only passes requests on shows the
+/// share of FUSE. Goals: at most 3 times as long as natively; the commit alone at most 1.5 times.
+///
+/// Part records: figure 6 of the CprFS paper, one file in records of 4 and 8 KiB. Goals: reads and random
+/// access at least 0.95 of the native rate; on a network file system, the sequential write at least 1.3.
+///
+/// Part rules: a mount with 30 commit rules is compared with one without. Goals: at least 0.97 as many new
+/// files a second to which no rule applies; at most 1.05 times as long for a checkpoint of 1.5 GiB that a
+/// rule commits, compared with a sync without rules.
 #[derive(Clone, Debug, clap::Args)]
 pub struct CommitArgs {
     #[command(flatten)]
@@ -96,7 +102,7 @@ enum Part {
 }
 
 /// The samples of each candidate, in one case.
-type Named = Vec<(String, Vec<Sample>)>;
+type CaseSamples = Vec<(String, Vec<Sample>)>;
 
 impl CommitArgs {
     /// Runs the benchmark and returns its figures. Fails if a candidate cannot be set up or measured.
@@ -120,10 +126,11 @@ impl CommitArgs {
             match part {
                 Part::New => self.new_files(&candidates, &mut report)?,
                 Part::Small => self.small_files(&prepared.dir, &candidates, &mut report)?,
-                Part::Records => figure6::run(self, &candidates, &mut report)?,
+                Part::Records => records::run(self, &candidates, &mut report)?,
+                // This part compares only mounts of Firn.
                 Part::Rules if self.common.baseline_only => {}
                 Part::Rules => {
-                    rules::run(self, (&firn, work.path()), &prepared.dir, &mut report)?;
+                    rules::run(self, &firn, work.path(), &prepared.dir, &mut report)?;
                 }
             }
         }
@@ -131,7 +138,7 @@ impl CommitArgs {
     }
 
     /// Returns the additional mount options with a comma before them. Returns an empty text if there are none.
-    fn more_options(&self) -> String {
+    fn extra_options(&self) -> String {
         let more = self.mount_options.as_ref();
         more.map_or(String::new(), |more| format!(",{more}"))
     }
@@ -160,7 +167,7 @@ impl CommitArgs {
         std::fs::create_dir_all(&native)?;
         let plain = |name| CommitCandidate {
             name,
-            behind: native.clone(),
+            backing_dir: native.clone(),
             dir: native.clone(),
             mount: None,
             preload: None,
@@ -169,24 +176,24 @@ impl CommitArgs {
         if self.common.baseline_only {
             return Ok(all);
         }
-        let more = self.more_options();
+        let extra_options = self.extra_options();
         let targets = [
             (FIRN, "mount", None),
-            (BEHIND, "async", None),
+            (ASYNC, "async", None),
             (PRELOAD, "preload", Some(firn.preload()?)),
         ];
-        for (name, own, preload) in targets {
-            let behind = prepared.dir.join(own);
+        for (name, subdir, preload) in targets {
+            let backing_dir = prepared.dir.join(subdir);
             let mount = firn.mount(
-                &behind,
-                &work.join(format!("at-{own}")),
-                &format!("drain=commit{more}"),
+                &backing_dir,
+                &work.join(format!("at-{subdir}")),
+                &format!("drain=commit{extra_options}"),
             )?;
             mount.wait_populated()?;
             let dir = mount.path().to_owned();
             all.push(CommitCandidate {
                 name,
-                behind,
+                backing_dir,
                 dir,
                 mount: Some(mount),
                 preload,
@@ -202,17 +209,18 @@ impl CommitArgs {
         candidates: &[&CommitCandidate],
         title: &str,
         mut measure_candidate: impl FnMut(&CommitCandidate) -> anyhow::Result<Vec<Sample>>,
-    ) -> anyhow::Result<Vec<Named>> {
+    ) -> anyhow::Result<Vec<CaseSamples>> {
         let bar = progress(
             u64::from(self.common.repeats()) * candidates.len() as u64,
             "commit",
         );
         // The samples by case, then by candidate.
-        let mut cases: Vec<Named> = Vec::new();
+        let mut cases: Vec<CaseSamples> = Vec::new();
         for _ in 0..self.common.repeats() {
             for (index, candidate) in candidates.iter().enumerate() {
                 bar.set_message(format!("{title}, {}", candidate.name));
                 for (case, sample) in measure_candidate(candidate)?.into_iter().enumerate() {
+                    // The first measurement shows how many cases there are.
                     if cases.len() <= case {
                         let names = candidates
                             .iter()
@@ -253,14 +261,14 @@ impl CommitArgs {
                 over: false,
             };
             let tasks: Vec<Task> = paths.iter().map(task).collect();
-            let taken = candidate.write(&tasks, || {
+            let cost = candidate.write(&tasks, || {
                 durable::sync_files(paths.iter().map(PathBuf::as_path), &dir)
             })?;
             std::fs::remove_dir_all(&dir)?;
-            Ok(vec![taken.sample()])
+            Ok(vec![cost.sample()])
         })?;
         add_cases(report, [name], samples);
-        judge(report, FILES_GOAL, Limit::Most(1.15));
+        judge(report, FILES_GOAL, FILES_TIME_MAX);
         Ok(())
     }
 
@@ -274,41 +282,41 @@ impl CommitArgs {
     ) -> anyhow::Result<()> {
         let count = self.count.unwrap_or(self.common.choose(10_000, 1_000));
         let name = format!("{count} files of 4K that exist, a quarter of each rewritten");
-        let names = |dir: PathBuf, operation| Task::Names {
+        let names_task = |dir: PathBuf, operation| Task::Names {
             dir,
             count,
             operation,
         };
-        let mut prepared = Vec::new();
+        let mut created_dirs = Vec::new();
         let passthrough = Passthrough::start(backing_dir)?;
-        let (of_firn, native): (Vec<_>, Vec<_>) = candidates
+        let (on_firn, native): (Vec<_>, Vec<_>) = candidates
             .iter()
             .partition(|candidate| candidate.mount.is_some());
-        let all = [native, vec![&passthrough.candidate], of_firn].concat();
+        let all = [native, vec![&passthrough.candidate], on_firn].concat();
         let samples = self.measure(&all, &name, |candidate| {
             let dir = candidate.dir.join("small");
-            if !prepared.contains(&dir) {
+            if !created_dirs.contains(&dir) {
                 std::fs::create_dir(&dir)?;
-                worker::run_all(&[names(dir.clone(), Operation::Create)])?;
-                prepared.push(dir.clone());
+                worker::run_all(&[names_task(dir.clone(), Operation::Create)])?;
+                created_dirs.push(dir.clone());
             }
-            // This candidate stands for cp(1), which writes a file as a whole.
+            // The native candidate stands for cp(1), which writes a file as a whole. All others write a part in place.
             let operation = if candidate.name == NATIVE {
                 Operation::Create
             } else {
                 Operation::Patch
             };
-            let taken = candidate.write(&[names(dir.clone(), operation)], || {
-                durable::sync_all(&candidate.behind)
+            let cost = candidate.write(&[names_task(dir.clone(), operation)], || {
+                durable::sync_all(&candidate.backing_dir)
             })?;
-            Ok(vec![taken.sample()])
+            Ok(vec![cost.sample()])
         })?;
-        for dir in prepared {
+        for dir in created_dirs {
             std::fs::remove_dir_all(dir)?;
         }
         add_cases(report, [name], samples);
-        judge(report, SMALL_GOAL, Limit::Most(3.0));
-        judge_commit(report, Limit::Most(1.5));
+        judge(report, SMALL_GOAL, SMALL_TIME_MAX);
+        judge_commit(report, COMMIT_TIME_MAX);
         Ok(())
     }
 
@@ -333,11 +341,20 @@ impl CommitArgs {
     }
 }
 
+/// Goals of the ratio to the native time.
+const FILES_TIME_MAX: Limit = Limit::Most(1.15);
+const SMALL_TIME_MAX: Limit = Limit::Most(3.0);
+const COMMIT_TIME_MAX: Limit = Limit::Most(1.5);
+/// Names of the goals in the report.
 const FILES_GOAL: &str = "new files, time until durable";
 const SMALL_GOAL: &str = "small files, time until durable";
 
 /// Adds a case to the report for each of `names`, with the samples of `measure`.
-fn add_cases(report: &mut Report, names: impl IntoIterator<Item = String>, samples: Vec<Named>) {
+fn add_cases(
+    report: &mut Report,
+    names: impl IntoIterator<Item = String>,
+    samples: Vec<CaseSamples>,
+) {
     for (name, samples) in names.into_iter().zip(samples) {
         report.add(name, samples);
     }
@@ -360,7 +377,7 @@ fn judge(report: &mut Report, what: &str, limit: Limit) {
 
 /// Adds a goal for the last case: the time of `firn commit` alone, compared with the whole native change.
 fn judge_commit(report: &mut Report, limit: Limit) {
-    for candidate in [FIRN, BEHIND, PRELOAD] {
+    for candidate in [FIRN, ASYNC, PRELOAD] {
         let of_last = |candidate: &str, metric| {
             report
                 .cases
@@ -379,8 +396,8 @@ fn judge_commit(report: &mut Report, limit: Limit) {
 struct CommitCandidate<'a> {
     name: &'static str,
     /// The directory of the candidate in the backing.
-    behind: PathBuf,
-    /// The directory to which the processes write: the mount point, or `behind` itself.
+    backing_dir: PathBuf,
+    /// The directory to which the processes write: the mount point, or `backing_dir` itself.
     dir: PathBuf,
     /// The mount with transactions. `None` for a candidate without Firn.
     mount: Option<Mount<'a>>,
@@ -395,19 +412,20 @@ struct Passthrough {
 }
 
 impl Passthrough {
-    /// Mounts a FUSE file system that passes every request on to a directory below `dir`.
+    /// Mounts a FUSE file system that passes every request on to a directory. Creates that directory and the mount
+    /// point below `dir`.
     fn start(dir: &Path) -> anyhow::Result<Self> {
-        let (behind, through) = (dir.join("passthrough.b"), dir.join("passthrough"));
-        std::fs::create_dir_all(&behind)?;
-        std::fs::create_dir_all(&through)?;
+        let (backing_dir, mount_point) = (dir.join("passthrough.b"), dir.join("passthrough"));
+        std::fs::create_dir_all(&backing_dir)?;
+        std::fs::create_dir_all(&mount_point)?;
         let server = Server::Plain {
-            source: behind.clone(),
+            source: backing_dir.clone(),
         };
-        let _mounted = Mounted::start(&server, &through)?;
+        let _mounted = Mounted::start(&server, &mount_point)?;
         let candidate = CommitCandidate {
             name: PASSTHROUGH,
-            behind,
-            dir: through,
+            backing_dir,
+            dir: mount_point,
             mount: None,
             preload: None,
         };
@@ -451,12 +469,14 @@ impl CommitCandidate<'_> {
         sync: impl FnOnce() -> anyhow::Result<()>,
     ) -> anyhow::Result<ChangeCost> {
         // Dirty pages of earlier measurements are written before the time is taken.
-        durable::sync_all(&self.behind)?;
+        durable::sync_all(&self.backing_dir)?;
+        // Three times: the writers begin, the last one has closed its files, and everything is durable.
         let server_cpu_s = || self.mount.as_ref().map_or(0.0, Mount::cpu_s);
         let before = server_cpu_s();
         self.mount.as_ref().map_or(Ok(()), Mount::begin)?;
         let outcomes = worker::run_with(self.preload.as_deref(), tasks)?;
-        let commit = if self.name == BEHIND {
+        // Not called for a native candidate, which has no mount.
+        let commit = if self.name == ASYNC {
             Mount::commit_behind
         } else {
             Mount::commit
@@ -464,7 +484,8 @@ impl CommitCandidate<'_> {
         let closed_ns = cpu::now_ns();
         self.mount.as_ref().map_or_else(sync, commit)?;
         let durable_ns = cpu::now_ns();
-        if self.name == BEHIND {
+        // The asynchronous commit is applied later; the next measurement must not pay for it.
+        if self.name == ASYNC {
             self.mount.as_ref().map_or(Ok(()), Mount::wait_applied)?;
         }
         let begin_ns = outcomes

@@ -26,7 +26,7 @@ const ATTR_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The size and the paths of the mount.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Geometry {
+pub struct DiscardMountArgs {
     /// Directory in which the files are created. They remain empty.
     pub backing: PathBuf,
     /// Path of the arena, on tmpfs. The file must not exist.
@@ -40,34 +40,39 @@ pub struct Geometry {
 }
 
 /// A mounted Firn that discards data. Dropping the value unmounts and removes the arena.
-pub struct Discarding {
+pub struct DiscardMount {
     session: Session,
     pool: Pool,
     arena: PathBuf,
 }
 
 /// Mounts Firn at `mount_point` with a backing that discards data.
-pub fn mount_discarding(geometry: &Geometry, mount_point: &Path) -> anyhow::Result<Discarding> {
-    let backing = geometry.backing.canonicalize()?;
-    let owner = std::fs::metadata(&backing)?;
+pub fn mount_discarding(
+    args: &DiscardMountArgs,
+    mount_point: &Path,
+) -> anyhow::Result<DiscardMount> {
+    let backing = args.backing.canonicalize()?;
+    let metadata = std::fs::metadata(&backing)?;
     let identity = Identity {
         backing: backing.clone(),
-        dev: owner.dev(),
-        ino: owner.ino(),
+        dev: metadata.dev(),
+        ino: metadata.ino(),
     };
-    let cut = firn_format::geometry::Geometry::new(geometry.arena_bytes, geometry.chunk_bytes)?;
-    let arena = Arena::create(&geometry.arena, cut, &identity)?;
-    let below = backing::DiscardBacking(DirBacking::open(&backing)?);
-    let options = EngineOptions::new(geometry.chunk_bytes);
-    let engine = Engine::begin(below, arena, options)?;
+    let arena_geometry = firn_format::geometry::Geometry::new(args.arena_bytes, args.chunk_bytes)?;
+    let arena = Arena::create(&args.arena, arena_geometry, &identity)?;
+    let discard_backing = backing::DiscardBacking(DirBacking::open(&backing)?);
+    let options = EngineOptions::new(args.chunk_bytes);
+    let engine = Engine::begin(discard_backing, arena, options)?;
     // firnd touches its memory after mounting, and the baseline touches its buffer. So this mount does the same.
     engine.arena().populate(&|| true)?;
     let threads = IoThreads {
-        count: geometry.io_threads,
+        count: args.io_threads,
         lane_writers_max: usize::MAX,
         cpu_percent: firn_config::Options::default().drain_cpu_percent,
     };
+    // `None`: other hosts do not share the backing.
     let pool = Pool::start(Arc::clone(&engine), threads, None)?;
+    // `None`: the mount has no transactions.
     let adapter = Adapter::new(
         engine,
         None,
@@ -86,10 +91,10 @@ pub fn mount_discarding(geometry: &Geometry, mount_point: &Path) -> anyhow::Resu
         kernel_flags: vec![],
     };
     let session = Session::mount(adapter, mount_point, &options, &NotKept)?;
-    Ok(Discarding {
+    Ok(DiscardMount {
         session,
         pool,
-        arena: geometry.arena.clone(),
+        arena: args.arena.clone(),
     })
 }
 
@@ -100,7 +105,7 @@ impl KeepConnection for NotKept {
     fn keep(&self, _: BorrowedFd<'_>, _: &InitExchange, _: bool) {}
 }
 
-impl Drop for Discarding {
+impl Drop for DiscardMount {
     fn drop(&mut self) {
         let _ = self.session.unmount(true);
         let _ = self.session.wait();

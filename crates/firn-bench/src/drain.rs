@@ -18,9 +18,9 @@ use firn_config::size_text;
 const MIB: f64 = (1u64 << 20) as f64;
 /// Candidate: the computing program without a drain, which is the baseline.
 const ALONE: &str = "alone";
-/// Candidate: a drain at once, limited to 3 percent of the processor time.
+/// Candidate: a drain that begins immediately, limited to 3 percent of the processor time.
 const PACED: &str = "drain=eager, drain-cpu=3";
-/// Candidate: a drain at once, without a limit.
+/// Candidate: a drain that begins immediately, without a limit.
 const UNLIMITED: &str = "drain=eager";
 /// Candidate: the checkpoint stays in memory.
 const DEMAND: &str = "drain=demand";
@@ -32,9 +32,11 @@ const WAIT_MAX: Duration = Duration::from_secs(600);
 /// Computes in steps on all CPUs while a checkpoint drains, as a training loop does.
 ///
 /// The baseline is the same loop alone, just before and after: the speed of a shared machine changes from one second to
-/// the next. With drain=demand the checkpoint stays in memory. Beside it stands how fast the checkpoint drains while
-/// nothing computes, to that of a drain that never leaves the CPUs to others (drain-cpu=100, the default). Goals: step
-/// rate at least 0.95 of alone; rate of the drain where CPUs are idle at least 0.97.
+/// the next. With drain=demand the checkpoint stays in memory. A second figure is how fast the checkpoint drains while
+/// nothing computes, compared with a drain without a CPU limit (drain-cpu=100, the default).
+///
+/// Goals: the step rate is at least 0.95 of that alone; the rate of the drain while nothing computes is at least 0.97
+/// of that without a limit.
 #[derive(Clone, Debug, clap::Args)]
 pub struct DrainArgs {
     #[command(flatten)]

@@ -16,18 +16,19 @@ use firn_testfs::cleanup::{Guard, Leftover, expect};
 const WAIT_MAX: Duration = Duration::from_secs(120);
 /// The name of the process that keeps a mount for the next firnd.
 const KEEPER_NAME: &str = "firn-keeper";
-/// Uptime in seconds after which the keeper restarts a dead firnd at once. It is longer than the keeper requires.
-const SERVED_WELL_S: f64 = 0.5;
+/// Uptime of firnd in seconds, longer than the keeper requires of it. If firnd dies later, the keeper restarts it at
+/// once.
+const MIN_UPTIME_S: f64 = 0.5;
 
-/// The program to measure, with a runtime directory of its own. The arenas and sockets of the run are thus separate from
-/// those of the user's mounts.
+/// The program to measure, with a runtime directory of its own. The arenas and sockets of the run are thus separate
+/// from those of the user's mounts.
 pub struct Firn {
     program: PathBuf,
     runtime_dir: PathBuf,
     _remove: Guard,
 }
 
-/// Counters of one mount, as far as the benchmarks need them.
+/// Counters of one mount: how the drain has written to the backing.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Counters {
     /// Number of write calls to the backing since the mount began.
@@ -112,6 +113,7 @@ impl Firn {
         let mut mount = Mount {
             firn: self,
             path: mount_point.to_owned(),
+            // Read below from the status of this mount.
             pid: 0,
             _unmount,
         };
@@ -124,8 +126,8 @@ impl Firn {
         command(&self.program, &self.runtime_dir)
     }
 
-    /// Returns a command as [`Firn::command`] does, for a start by another program such as nsenter(1). `start` makes the
-    /// command of that program from the path of `firn`.
+    /// Returns a command as [`Firn::command`] does, for a start by another program such as nsenter(1). `start` makes
+    /// the command of that program from the path of `firn`.
     pub fn command_by(&self, start: impl FnOnce(&str) -> Command) -> Command {
         let mut command = start(&self.program.to_string_lossy());
         command.env("FIRN_RUNTIME_DIR", &self.runtime_dir);
@@ -219,7 +221,7 @@ impl Mount<'_> {
     /// failed start.
     pub fn wait_served_well(&self) -> anyhow::Result<()> {
         wait_until("firnd has served for a while", || {
-            Ok(self.figure("uptime_seconds")? >= SERVED_WELL_S)
+            Ok(self.figure("uptime_seconds")? >= MIN_UPTIME_S)
         })
     }
 

@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use crate::cpu;
-use crate::discard::Geometry;
+use crate::discard::DiscardMountArgs;
 use crate::options::{Common, WorkDir, parse_size, progress};
 use crate::report::{Report, Sample};
 use crate::serve::{Mounted, Server};
@@ -12,12 +12,13 @@ use crate::worker::{self, ForkedWrite, Sharing, Task};
 use firn_config::size_text;
 use firn_testfs::cleanup::{Guard, Leftover, expect};
 
+/// Bytes of a GiB, the unit in the report.
 const GIB: f64 = (1u64 << 30) as f64;
 
-/// Takes in the writes of many processes and drops them instead of draining: how fast is the way in?
+/// Measures the write path alone: takes in the writes of many processes, and drops them instead of draining.
 ///
 /// The baseline is a bare FUSE server, written with the same crate and mounted with the same settings,
-/// that copies each write into a warm buffer and forgets it. Goal: with 1M writes at least 0.9 of its
+/// that copies each write into a warm buffer and drops it. Goal: with 1M writes at least 0.9 of its
 /// GiB/s, and at most 1.1 of its CPU seconds per GiB (writers and server together).
 #[derive(Clone, Debug, clap::Args)]
 pub struct IngestArgs {
@@ -43,8 +44,8 @@ pub struct IngestArgs {
     io_threads: usize,
 }
 
-#[derive(Clone, Copy, PartialEq)]
 /// The sizes of one case.
+#[derive(Clone, Copy, PartialEq)]
 struct Setting {
     write_bytes: u64,
     chunk_bytes: u64,
@@ -207,7 +208,7 @@ impl IngestArgs {
         std::fs::create_dir_all(&mount_point)?;
         let arena = PathBuf::from(format!("/dev/shm/firn-bench-{}.arena", std::process::id()));
         let remove = expect(Leftover::File(arena.clone()));
-        let geometry = Geometry {
+        let geometry = DiscardMountArgs {
             backing,
             arena,
             arena_bytes: setting.arena_bytes,

@@ -77,13 +77,13 @@ impl Program for CommandLine {
     }
 
     fn measure(self) -> anyhow::Result<ExitCode> {
-        measure(self.benchmark)?;
+        dispatch(self.benchmark)?;
         Ok(ExitCode::SUCCESS)
     }
 }
 
 /// Runs a benchmark and publishes its report, or runs this process's part of one.
-fn measure(benchmark: Benchmark) -> anyhow::Result<()> {
+fn dispatch(benchmark: Benchmark) -> anyhow::Result<()> {
     match benchmark {
         Benchmark::Worker => worker::main::<worker::Task>(),
         Benchmark::Serve => serve::main::<serve::Server>(),
@@ -103,7 +103,7 @@ fn measure(benchmark: Benchmark) -> anyhow::Result<()> {
     }
 }
 
-/// Runs the benchmarks of `firn bench all`, one after the other.
+/// Runs the benchmarks of `firn bench all`, one after the other. `pull`, which needs root, is not among them.
 fn all(common: &Common) -> anyhow::Result<()> {
     let publish = |report: Report| {
         let mut common = common.clone();

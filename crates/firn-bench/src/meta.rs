@@ -43,21 +43,22 @@ const fn phase(title: &'static str, operation: Operation, names: Names) -> Phase
 
 /// The operations in the order in which they are measured.
 const PHASES: [Phase; 5] = [
-    phase("create, write 4K, close", Operation::Create, Names::None),
+    phase("create, write 4K, close", Operation::Create, Names::New),
     phase("unlink", Operation::Unlink, Names::FromCreate),
-    phase("stat", Operation::Stat, Names::Behind),
-    phase("readdir", Operation::List, Names::Behind),
-    phase("link", Operation::Link, Names::Behind),
+    phase("stat", Operation::Stat, Names::InBacking),
+    phase("readdir", Operation::List, Names::InBacking),
+    phase("link", Operation::Link, Names::InBacking),
 ];
 
+/// The names for which an operation is done.
 #[derive(Clone, Copy, PartialEq)]
 enum Names {
     /// The operation creates them.
-    None,
+    New,
     /// The names that the phase `create` made.
     FromCreate,
     /// New names, made in the backing before the operation, so that the kernel does not know them.
-    Behind,
+    InBacking,
 }
 
 impl MetaArgs {
@@ -107,13 +108,13 @@ impl MetaArgs {
                 name: "plain passthrough",
                 backing: work.subdir("plain.b")?,
                 mount_point: work.subdir("plain")?,
-                target: WriteTarget::Plain,
+                file_system: FileSystem::Plain,
             },
             MetaCandidate {
                 name: "native",
                 backing: native.clone(),
                 mount_point: native,
-                target: WriteTarget::Native,
+                file_system: FileSystem::Native,
             },
         ];
         if !self.common.baseline_only {
@@ -121,7 +122,7 @@ impl MetaArgs {
                 name: "firn",
                 backing: work.subdir("firn.b")?,
                 mount_point: work.subdir("firn")?,
-                target: WriteTarget::Firn(firn),
+                file_system: FileSystem::Firn(firn),
             });
         }
         Ok(all)
@@ -143,12 +144,13 @@ impl MetaArgs {
 
 /// Keeps the mount of a candidate alive.
 #[allow(dead_code, reason = "held for its drop")]
-enum Held<'a> {
+enum MountGuard<'a> {
     Plain(Mounted),
     Firn(Mount<'a>),
 }
 
-enum WriteTarget<'a> {
+/// The measured file system, and how it is mounted.
+enum FileSystem<'a> {
     Native,
     Plain,
     Firn(&'a Firn),
@@ -161,7 +163,7 @@ struct MetaCandidate<'a> {
     backing: PathBuf,
     /// The mount point, or the backing if nothing is mounted.
     mount_point: PathBuf,
-    target: WriteTarget<'a>,
+    file_system: FileSystem<'a>,
 }
 
 impl<'a> MetaCandidate<'a> {
@@ -169,16 +171,19 @@ impl<'a> MetaCandidate<'a> {
     ///
     /// Each measurement needs a new mount, because the kernel remembers the files of the previous one, and the plain
     /// passthrough file system has a descriptor for each of them.
-    fn mount(&self) -> anyhow::Result<Option<Held<'a>>> {
-        Ok(match self.target {
-            WriteTarget::Native => None,
-            WriteTarget::Plain => {
+    fn mount(&self) -> anyhow::Result<Option<MountGuard<'a>>> {
+        Ok(match self.file_system {
+            FileSystem::Native => None,
+            FileSystem::Plain => {
                 let server = Server::Plain {
                     source: self.backing.clone(),
                 };
-                Some(Held::Plain(Mounted::start(&server, &self.mount_point)?))
+                Some(MountGuard::Plain(Mounted::start(
+                    &server,
+                    &self.mount_point,
+                )?))
             }
-            WriteTarget::Firn(firn) => Some(Held::Firn(firn.mount(
+            FileSystem::Firn(firn) => Some(MountGuard::Firn(firn.mount(
                 &self.backing,
                 &self.mount_point,
                 "close=drain",
@@ -188,18 +193,19 @@ impl<'a> MetaCandidate<'a> {
 
     /// Measures one phase with `count` names. `round` is the number of the repeat.
     fn measure(&self, round: u32, phase: Phase, count: u64) -> anyhow::Result<Sample> {
-        // unlink removes the files that create made. The other phases have directories of their own.
+        // A directory is named after the operation and the round. `unlink` removes the files in the directory of
+        // `create`.
         let name = match phase.names {
-            Names::Behind => format!("{:?}-{round}", phase.operation),
-            Names::None | Names::FromCreate => format!("Create-{round}"),
+            Names::InBacking => format!("{:?}-{round}", phase.operation),
+            Names::New | Names::FromCreate => format!("Create-{round}"),
         };
         let _mount = self.mount()?;
         let dir_in_backing = self.backing.join(&name);
         let dir = self.mount_point.join(&name);
         match phase.names {
-            Names::None => std::fs::create_dir(&dir)?,
+            Names::New => std::fs::create_dir(&dir)?,
             Names::FromCreate => {}
-            Names::Behind => {
+            Names::InBacking => {
                 std::fs::create_dir(&dir_in_backing)?;
                 for index in 0..count {
                     std::fs::File::create(dir_in_backing.join(worker::name_of(index)))?;
@@ -211,7 +217,8 @@ impl<'a> MetaCandidate<'a> {
             count,
             operation: phase.operation,
         }])?;
-        if phase.names != Names::None {
+        // `unlink` still needs the directory of `create`.
+        if phase.names != Names::New {
             std::fs::remove_dir_all(&dir_in_backing)?;
         }
         Ok(vec![(

@@ -24,8 +24,8 @@ pub struct Transfer {
 pub struct Agent(Ended);
 
 impl Agent {
-    /// Starts an agent with `command`, and waits until its record exists in the backing. Fails if the agent ends or the
-    /// record does not appear within `START_LIMIT`.
+    /// Starts an agent with `command`, and waits until its record, the file by which other hosts find it, exists in the
+    /// backing. Fails if the agent ends or the record does not appear within `START_LIMIT`.
     pub fn start(mut command: Command, record: &Path) -> anyhow::Result<Self> {
         // An earlier agent may have left its record.
         let _ = std::fs::remove_file(record);

@@ -1,5 +1,5 @@
-//! The command-line options that all benchmarks have, and what they stand for: the work directory, the progress line and
-//! the output of the report.
+//! The command-line options that all benchmarks have, and what they stand for: the work directory, the progress line
+//! and the output of the report.
 
 use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt;
@@ -79,7 +79,7 @@ pub struct WorkDir {
 }
 
 impl WorkDir {
-    /// Creates a directory in `parent`.
+    /// Creates a new directory in `parent`. It is removed when the value is dropped, or else at the end of the program.
     pub fn new(parent: &Path) -> anyhow::Result<Self> {
         let parent = parent
             .canonicalize()
@@ -89,7 +89,7 @@ impl WorkDir {
             "{} is not UTF-8; name another --dir",
             parent.display()
         );
-        // The name is new: from now on the end of this program removes what has it.
+        // Registered before the directory exists: at its exit the program removes the directory of this new name.
         let path = parent.join(format!("firn-bench-{:016x}", rand::random::<u64>()));
         let _remove = expect(Leftover::Dir(path.clone()));
         let made = DirBuilder::new().mode(0o700).create(&path);

@@ -18,6 +18,7 @@ use crate::options::{Common, WorkDir, parse_size, progress};
 use crate::report::{Limit, Report, Sample};
 use crate::worker::{self, Task};
 
+/// Units of the report in bytes.
 const MB: f64 = 1e6;
 const GIB: f64 = (1_u64 << 30) as f64;
 /// Number of files of the checkpoint.
@@ -27,7 +28,7 @@ const WRITERS: u64 = 8;
 /// Name of the source host for the pullers.
 const HOST: &str = "source";
 
-/// Candidate: a program that only sends the bytes, from tmpfs, and one that only writes them. It is the baseline.
+/// Candidate: one program sends the bytes of tmpfs files with sendfile(2), and another writes them. It is the baseline.
 const BARE: &str = "bare sendfile";
 /// Candidate: cp(1) from the mount to tmpfs, on one host.
 const COPY: &str = "cp through the mount";
@@ -36,9 +37,11 @@ const RSYNC: &str = "rsync";
 /// Candidate: `firn pull` without encryption.
 const FIRN: &str = "firn pull";
 /// Candidate: `firn pull` with encryption.
-const SEALED: &str = "firn pull --encrypt yes";
+const ENCRYPTED: &str = "firn pull --encrypt yes";
 /// Value of `--encrypt` for no encryption: the addresses of the veth are private, so `auto` does not encrypt.
-const PLAIN: &str = "auto";
+const NO_ENCRYPTION: &str = "auto";
+/// Value of `--encrypt` for encryption.
+const ENCRYPTION: &str = "yes";
 /// Candidate: writes of the same bytes to the disk, without a network.
 const DISK: &str = "the disk alone";
 /// Case of the writer: no pull is running.
@@ -51,12 +54,18 @@ const FAST_LINK: &str = "while pulled without a limit";
 /// Pulls a checkpoint out of memory to another host.
 ///
 /// Two network namespaces of this machine stand for the hosts; a veth joins them, so both share its processors.
-/// Network: to tmpfs, beside a program that sends the same bytes of tmpfs files by sendfile(2) to one that writes them,
-/// rsync (a daemon, no ssh) out of the mount, cp on one host, and the same pull encrypted. Disk: to the file system of
-/// --dir, synced, beside the network alone and the disk alone. Writer: a program that writes to the mount, alone and
-/// while its neighbours are pulled over and over. Goals: at least 0.9 of bare sendfile, 1.5 times rsync and 0.9 of the
-/// slower of network and disk; at most 0.3 s of the agent's processor time a GiB; the writer at least 0.85 of alone
-/// over a link of 1 Gbit/s. Needs root, ip, tc and rsync.
+/// Needs root, ip, tc and rsync.
+///
+/// Network: a pull to tmpfs. It is compared with a program that sends the same bytes of tmpfs files by sendfile(2) to
+/// one that writes them, with rsync out of the mount (a daemon, no ssh), with cp on one host, and with an encrypted
+/// pull. Goals: at least 0.9 of the rate of bare sendfile, and 1.5 times that of rsync; at most 0.3 s of the agent's
+/// processor time for each GiB.
+///
+/// Disk: a pull to the file system of --dir, synced. It is compared with the network alone and the disk alone. Goal:
+/// at least 0.9 of the rate of the slower one.
+///
+/// Writer: a program that writes to the mount, alone and while the checkpoint is pulled again and again. Goal: at least
+/// 0.85 of its rate alone, with pulls over a link of 1 Gbit/s.
 #[derive(Clone, Debug, clap::Args)]
 pub struct PullArgs {
     #[command(flatten)]
@@ -86,8 +95,11 @@ enum Part {
 /// The two hosts, and the mount and the agent on the source host.
 struct Site<'a> {
     firn: &'a Firn,
+    /// The mount on the source host.
     mount: &'a Mount<'a>,
+    /// The network of the other host.
     namespace: &'a Namespace,
+    /// The connection of the two hosts.
     link: &'a Link,
     /// The directory of the checkpoint on the mount.
     source: PathBuf,
@@ -95,6 +107,7 @@ struct Site<'a> {
     plain: PathBuf,
     backing: PathBuf,
     agent: Agent,
+    /// Size of the checkpoint.
     bytes: u64,
 }
 
@@ -120,6 +133,7 @@ impl PullArgs {
         namespace.add_address(&link, 2)?;
         let bytes = self.bytes();
         let backing = work.subdir("backing")?;
+        // The arena has room for the checkpoint and for the file of the writer, and some to spare.
         let options = format!(
             "drain=demand,close=held,arena-size={}",
             2 * bytes + (1 << 30)
@@ -147,6 +161,7 @@ impl PullArgs {
             Some(transport) => self.measure_transport(&site, &memory, transport, &mut report)?,
             None => self.measure_parts(&site, &memory, &work, &mut report)?,
         }
+        // The agent ends before its mount, and the mount before the network.
         drop(site);
         drop(mount);
         drop(guards);
@@ -203,29 +218,29 @@ impl PullArgs {
         let target = memory.join("copy");
         let rounds = self.repeat("network", || {
             let bare = site.send_bare(&target)?;
-            let pulled = site.pull(&target, PLAIN)?;
-            let sealed = site.pull(&target, "yes")?;
+            let pulled = site.pull(&target, NO_ENCRYPTION)?;
+            let encrypted = site.pull(&target, ENCRYPTION)?;
             let rates = [
                 site.rate(bare.elapsed_s),
                 site.rate(site.copy(&target)?),
                 site.rate(site.rsync(&target, memory)?),
                 site.rate(pulled.elapsed_s),
-                site.rate(sealed.elapsed_s),
+                site.rate(encrypted.elapsed_s),
             ];
-            let costs = [&bare, &pulled, &sealed].map(|transfer| site.cost(transfer));
+            let costs = [&bare, &pulled, &encrypted].map(|transfer| site.cost(transfer));
             Ok((rates, costs))
         })?;
         let (rates, costs) = rounds.into_iter().unzip();
         report.add(
             "to tmpfs of another host",
-            by_candidate([BARE, COPY, RSYNC, FIRN, SEALED], rates),
+            by_candidate([BARE, COPY, RSYNC, FIRN, ENCRYPTED], rates),
         );
         let case = report.cases.last().expect("it was added");
         let of_bare = case.ratio(FIRN, BARE, "throughput");
         let of_rsync = case.ratio(FIRN, RSYNC, "throughput");
         report.add(
             "processor time of the source",
-            by_candidate([BARE, FIRN, SEALED], costs),
+            by_candidate([BARE, FIRN, ENCRYPTED], costs),
         );
         let cost = report
             .cases
@@ -252,8 +267,8 @@ impl PullArgs {
     ) -> anyhow::Result<()> {
         let target = memory.join("copy");
         let rounds = self.repeat("transport", || {
-            let by_tcp = site.pull_by("tcp", &target, PLAIN)?;
-            let by_other = site.pull_by(transport, &target, PLAIN)?;
+            let by_tcp = site.pull_by("tcp", &target, NO_ENCRYPTION)?;
+            let by_other = site.pull_by(transport, &target, NO_ENCRYPTION)?;
             let pulled = [&by_tcp, &by_other];
             let rates = pulled.map(|transfer| site.rate(transfer.elapsed_s));
             Ok((rates, pulled.map(|transfer| site.cost(transfer))))
@@ -282,7 +297,7 @@ impl PullArgs {
             Ok([
                 site.rate(site.write_disk(&target)?),
                 site.rate(site.send_bare(&memory.join("copy"))?.elapsed_s),
-                site.rate(site.pull(&target, PLAIN)?.elapsed_s),
+                site.rate(site.pull(&target, NO_ENCRYPTION)?.elapsed_s),
             ])
         })?;
         let title = format!(
@@ -311,11 +326,12 @@ impl PullArgs {
         report: &mut Report,
     ) -> anyhow::Result<()> {
         // This run creates the file, so that all measured runs overwrite it.
-        site.write_beside()?;
+        site.run_writers()?;
         let rates = self.repeat("writer", || {
-            let alone = site.write_beside()?;
+            let alone = site.run_writers()?;
             site.link.limit(Some("1gbit"))?;
             let slow = site.write_while_pulled(memory);
+            // The limit is removed before an error of the writer is returned.
             site.link.limit(None)?;
             let slow = slow?;
             let fast = site.write_while_pulled(memory)?;
@@ -493,7 +509,7 @@ impl Site<'_> {
     }
 
     /// Measures the rate of programs that overwrite one file of the mount, one after the other, in bytes per second.
-    fn write_beside(&self) -> anyhow::Result<f64> {
+    fn run_writers(&self) -> anyhow::Result<f64> {
         let count = (self.bytes >> 21).max(1);
         let task = Task::Write {
             path: self.mount.path().join("beside"),
@@ -508,25 +524,26 @@ impl Site<'_> {
         Ok(((WRITERS * count) << 20) as f64 / elapsed_s)
     }
 
-    /// Measures as [`Site::write_beside`] does, while the checkpoint is pulled again and again.
+    /// Measures as [`Site::run_writers`] does, while the checkpoint is pulled again and again.
     fn write_while_pulled(&self, memory: &Path) -> anyhow::Result<f64> {
         let stop = AtomicBool::new(false);
         let target = memory.join("copy");
         std::thread::scope(|scope| {
             let puller = scope.spawn(|| self.pull_until(&stop, &target));
-            let written = self.write_beside();
+            let written = self.run_writers();
             stop.store(true, Ordering::Relaxed);
             puller.join().expect("the puller's thread")?;
             written
         })
     }
 
-    /// Pulls the checkpoint again and again until `stop` is set. Then kills the pull that is still running.
+    /// Pulls the checkpoint again and again until `stop` is set. Then kills the pull that is still running: dropping
+    /// `child` does that.
     fn pull_until(&self, stop: &AtomicBool, target: &Path) -> anyhow::Result<()> {
         let mut pulled = Ok(());
         while !stop.load(Ordering::Relaxed) && pulled.is_ok() {
             let mut child = Ended(
-                self.pull_command(target, PLAIN)
+                self.pull_command(target, NO_ENCRYPTION)
                     .stderr(Stdio::null())
                     .spawn()?,
             );
@@ -540,6 +557,7 @@ impl Site<'_> {
                 std::thread::sleep(Duration::from_millis(5));
             }
             drop(child);
+            // The copy, and the unfinished copy of a killed pull.
             for left in [target.to_owned(), target.with_file_name(".firn-pull-copy")] {
                 if left.exists() {
                     std::fs::remove_dir_all(left)?;

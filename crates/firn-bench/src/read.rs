@@ -155,19 +155,21 @@ impl ReadCandidate<'_> {
         read_into_page_cache(&self.file())
     }
 
-    /// Reads the whole file in a new process, with `bytes` bytes in each read, or through a mapping. Returns throughput
-    /// and processor time as a sample.
-    fn measure(&self, size: u64, bytes: u64, mmap: bool) -> anyhow::Result<Sample> {
+    /// Reads the whole file in a new process, with `block_bytes` bytes in each read, or through a mapping. Returns
+    /// throughput and processor time as a sample.
+    fn measure(&self, size: u64, block_bytes: u64, mmap: bool) -> anyhow::Result<Sample> {
+        // About 1 GiB is read: a small file several times.
         let passes = ((1 << 30) / size).clamp(1, 4);
         let cpu_before = self.mount.as_ref().map_or(0.0, Mount::cpu_s);
         let task = Task::Read {
             path: self.file(),
-            bytes,
+            bytes: block_bytes,
             mmap,
             passes,
         };
         let outcomes = worker::run_all(&[task])?;
         let server_cpu_s = self.mount.as_ref().map_or(0.0, Mount::cpu_s) - cpu_before;
+        // The file was written in whole MiB.
         let gib = (size >> 20 << 20) as f64 * passes as f64 / GIB;
         Ok(vec![
             ("throughput", "GiB/s", gib / worker::elapsed_s(&outcomes)),

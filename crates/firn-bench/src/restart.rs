@@ -11,7 +11,10 @@ use crate::serve::{Mounted, Server};
 use crate::worker::{self, Copy, Region, Task, Way, make_region};
 use firn_config::size_text;
 
+/// Bytes of a GiB, the unit in the report.
 const GIB: f64 = (1u64 << 30) as f64;
+/// The part of each process in the shared region begins at a multiple of this, the size of a huge page.
+const SLOT_ALIGN: u64 = 2 << 20;
 /// Candidate that copies bytes out of shared memory: the upper limit for any program, and the baseline.
 const SHARED: &str = "memcpy, shared";
 /// Candidate that reads files of a mount with the preload library.
@@ -21,11 +24,12 @@ const MOUNT: &str = "mount";
 /// Candidate that reads files on tmpfs through a FUSE server that only passes requests on.
 const PLAIN: &str = "tmpfs through FUSE";
 
-/// Reads files back that are held in memory: by processes that begin, as after a crash.
+/// Reads files back that are held in memory, by new processes, as after a crash.
 ///
-/// The baseline is a memcpy out of a warm shared region that each process maps anew. Goals: 0.9 of it
-/// through the preload library; through the mount no less than a plain FUSE passthrough gives of files on
-/// tmpfs. A file in a memory file is read at 0.8 of one in a warm page cache by read(2), and at 0.9 by a mapping.
+/// The baseline is a memcpy out of a warm shared region that each process maps anew. Goals: at least 0.9 of
+/// its rate through the preload library; through the mount at least the rate of a plain FUSE passthrough
+/// over files on tmpfs; for a file in a memory file, at least 0.8 of the rate from a warm page cache by
+/// read(2), and 0.9 by a mapping.
 #[derive(Clone, Debug, clap::Args)]
 pub struct RestartArgs {
     #[command(flatten)]
@@ -36,7 +40,7 @@ pub struct RestartArgs {
     /// Block sizes to try: bytes of one read.
     #[arg(long, value_name = "SIZE,…", value_delimiter = ',', value_parser = parse_size, default_value = "1M,64K,64M")]
     block_size: Vec<u64>,
-    /// Bytes of one file (default: 128M, as on the Zin of CRUISE; quick 16M).
+    /// Bytes of one file (default: 128M, as in the CRUISE paper; quick 16M).
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     size: Option<u64>,
 }
@@ -44,13 +48,18 @@ pub struct RestartArgs {
 /// A way to read the files, for the comparison.
 struct RestartCandidate<'a> {
     name: &'static str,
-    target: WriteTarget<'a>,
+    source: ReadSource<'a>,
 }
 
-enum WriteTarget<'a> {
+/// Where the bytes are read.
+enum ReadSource<'a> {
+    /// A shared region, in this file.
     Shared(PathBuf),
+    /// Files in this directory on tmpfs.
     Files(PathBuf),
+    /// A FUSE server that only passes requests on to files on tmpfs.
     Plain(Mounted),
+    /// A mount of Firn.
     Firn {
         mount: &'a Mount<'a>,
         preload: Option<PathBuf>,
@@ -171,11 +180,11 @@ impl RestartArgs {
         more: &str,
     ) -> anyhow::Result<Mount<'a>> {
         let chunk_bytes = 4 << 20;
-        // There must also be room for the chunks that the writers have leased. And settling, the move of closed files
-        // into memory files, leaves a part of the arena free for writers.
-        let files = u64::from(self.processes_max())
+        // Room for the files, and for three chunks of each writer that it may fill next. A sixteenth more, because
+        // settling, the move of closed files into memory files, leaves a part of the arena free for writers.
+        let file_bytes = u64::from(self.processes_max())
             * (self.size().next_multiple_of(chunk_bytes) + 3 * chunk_bytes);
-        let arena_bytes = (files + files / 16).next_multiple_of(chunk_bytes);
+        let arena_bytes = (file_bytes + file_bytes / 16).next_multiple_of(chunk_bytes);
         let options = format!("drain=demand,close=held,fsync=held,arena-size={arena_bytes},{more}");
         let mount = firn.mount(
             &work.subdir(&format!("backing-{name}"))?,
@@ -187,7 +196,7 @@ impl RestartArgs {
     }
 
     /// Sets up the candidates, the ways to read that are compared. The first one is the baseline, a copy out of shared
-    /// memory. Without `mount`, those on a mount of Firn are left out.
+    /// memory. Without `mount`, the candidates on a mount of Firn are left out.
     fn candidates<'a>(
         &self,
         work: &WorkDir,
@@ -197,39 +206,39 @@ impl RestartArgs {
         let memory = firn.memory_dir()?;
         let region = memory.join("region");
         let tmpfs = memory.join("tmpfs");
-        let behind = memory.join("plain");
+        let backing = memory.join("plain");
         make_region(
             &region,
-            u64::from(self.processes_max()) * self.size().next_multiple_of(2 << 20),
+            u64::from(self.processes_max()) * self.size().next_multiple_of(SLOT_ALIGN),
         )?;
         std::fs::create_dir(&tmpfs)?;
-        std::fs::create_dir(&behind)?;
-        let plain = Mounted::start(&Server::Plain { source: behind }, &work.subdir("plain")?)?;
+        std::fs::create_dir(&backing)?;
+        let plain = Mounted::start(&Server::Plain { source: backing }, &work.subdir("plain")?)?;
         let mut all = vec![
             RestartCandidate {
                 name: SHARED,
-                target: WriteTarget::Shared(region),
+                source: ReadSource::Shared(region),
             },
             RestartCandidate {
                 name: "tmpfs",
-                target: WriteTarget::Files(tmpfs),
+                source: ReadSource::Files(tmpfs),
             },
             RestartCandidate {
                 name: PLAIN,
-                target: WriteTarget::Plain(plain),
+                source: ReadSource::Plain(plain),
             },
         ];
         if let Some(mount) = mount {
             all.push(RestartCandidate {
                 name: PRELOAD,
-                target: WriteTarget::Firn {
+                source: ReadSource::Firn {
                     mount,
                     preload: Some(firn.preload()?),
                 },
             });
             all.push(RestartCandidate {
                 name: MOUNT,
-                target: WriteTarget::Firn {
+                source: ReadSource::Firn {
                     mount,
                     preload: None,
                 },
@@ -276,18 +285,18 @@ fn add_goals(report: &mut Report) {
 impl RestartCandidate<'_> {
     /// Returns the file that the process `rank` reads. Returns `None` for the shared region.
     fn file(&self, rank: u32) -> Option<PathBuf> {
-        let dir = match &self.target {
-            WriteTarget::Shared(_) => return None,
-            WriteTarget::Files(dir) => dir.as_path(),
-            WriteTarget::Plain(mounted) => mounted.path(),
-            WriteTarget::Firn { mount, .. } => mount.path(),
+        let dir = match &self.source {
+            ReadSource::Shared(_) => return None,
+            ReadSource::Files(dir) => dir.as_path(),
+            ReadSource::Plain(mounted) => mounted.path(),
+            ReadSource::Firn { mount, .. } => mount.path(),
         };
         Some(dir.join(format!("rank{rank}")))
     }
 
     fn preload(&self) -> Option<&std::path::Path> {
-        match &self.target {
-            WriteTarget::Firn { preload, .. } => preload.as_deref(),
+        match &self.source {
+            ReadSource::Firn { preload, .. } => preload.as_deref(),
             _ => None,
         }
     }
@@ -312,9 +321,9 @@ impl RestartCandidate<'_> {
 
     /// Lets `count` processes read one file each, with `block` bytes in each read.
     fn measure(&self, count: u32, size: u64, block: u64) -> anyhow::Result<Sample> {
-        let task = |rank| match (&self.target, self.file(rank)) {
-            (WriteTarget::Shared(path), _) => {
-                let offset = u64::from(rank) * size.next_multiple_of(2 << 20);
+        let task = |rank| match (&self.source, self.file(rank)) {
+            (ReadSource::Shared(path), _) => {
+                let offset = u64::from(rank) * size.next_multiple_of(SLOT_ALIGN);
                 let region = Region::Shared {
                     path: path.clone(),
                     offset,
@@ -337,9 +346,9 @@ impl RestartCandidate<'_> {
             }
         };
         let tasks: Vec<Task> = (0..count).map(task).collect();
-        let server_cpu_s = || match &self.target {
-            WriteTarget::Plain(mounted) => crate::cpu::seconds_of(mounted.pid()),
-            WriteTarget::Firn { mount, .. } => mount.cpu_s(),
+        let server_cpu_s = || match &self.source {
+            ReadSource::Plain(mounted) => crate::cpu::seconds_of(mounted.pid()),
+            ReadSource::Firn { mount, .. } => mount.cpu_s(),
             _ => 0.0,
         };
         let before = server_cpu_s();

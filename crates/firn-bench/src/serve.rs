@@ -49,7 +49,7 @@ pub enum Server {
         source: PathBuf,
     },
     /// Firn with a drain that discards the data.
-    Discarding(discard::Geometry),
+    Discarding(discard::DiscardMountArgs),
 }
 
 /// A server process and its mount. Dropping the value unmounts.

@@ -192,27 +192,29 @@ impl SpillArgs {
         let backing = work.subdir(&name("backing"))?;
         let point = work.subdir(&name("firn"))?;
         let chunks = self.size() / CHUNK_BYTES;
-        let held = (chunks as f64 * (100.0 - percent) / 100.0).round() as u64;
+        let chunks_in_memory = (chunks as f64 * (100.0 - percent) / 100.0).round() as u64;
         let options = "drain=demand,close=held,fsync=held,chunk-size=4M";
         let spill = work.subdir(&name("spill"))?;
         // Only whole chunks move, even if little of them is used, because the first slabs (parts of a chunk) that a
         // file gets are small. So the spill file needs more room than the file has bytes.
         let spill_bytes =
             (self.size() + self.size() / 8).next_multiple_of(CHUNK_BYTES) + 4 * CHUNK_BYTES;
-        let room = format!("spill={},spill-size={spill_bytes}", spill.display());
+        let spill_options = format!("spill={},spill-size={spill_bytes}", spill.display());
         let options = match percent {
+            // Nothing is spilled: the arena has room for all chunks.
             0.0 => format!("{options},arena-size={}", (chunks + 4) * CHUNK_BYTES),
+            // Everything is spilled: the arena has the fewest chunks that are possible.
             100.0 => {
                 format!(
-                    "{options},{room},arena-size={},spill-upper=0,spill-lower=0",
+                    "{options},{spill_options},arena-size={},spill-upper=0,spill-lower=0",
                     SLOTS_MIN * CHUNK_BYTES
                 )
             }
             // Chunks move until 98 percent of the slots are in use. So these 98 percent are the part that stays in
             // memory.
             _ => format!(
-                "{options},{room},arena-size={},spill-upper=99,spill-lower=98",
-                (held * 100).div_ceil(98) * CHUNK_BYTES
+                "{options},{spill_options},arena-size={},spill-upper=99,spill-lower=98",
+                (chunks_in_memory * 100).div_ceil(98) * CHUNK_BYTES
             ),
         };
         let mount = firn.mount(&backing, &point, &options)?;
@@ -229,10 +231,15 @@ impl SpillArgs {
             sync: false,
             over: false,
         };
-        let before = moved(mount, percent)?;
+        let moved_before = spilled_bytes(mount, percent)?;
         let outcomes = worker::run_with(Some(&firn.preload()?), &[task])?;
-        let to_move = (self.size() / CHUNK_BYTES) as f64 * percent / 100.0;
-        wait_moved(mount, percent, before + to_move as u64 * CHUNK_BYTES)?;
+        let chunks_to_spill = (self.size() / CHUNK_BYTES) as f64 * percent / 100.0;
+        wait_for_spill(
+            mount,
+            percent,
+            moved_before + chunks_to_spill as u64 * CHUNK_BYTES,
+        )?;
+        // Without a spill file, the measured time ends with the writes.
         let end_ns = match percent {
             0.0 => outcomes[0].end_ns,
             _ => cpu::now_ns(),
@@ -265,7 +272,7 @@ impl Native {
 }
 
 /// Returns the bytes that the mount has moved to its spill file so far.
-fn moved(mount: &Mount<'_>, percent: f64) -> anyhow::Result<u64> {
+fn spilled_bytes(mount: &Mount<'_>, percent: f64) -> anyhow::Result<u64> {
     if percent == 0.0 {
         Ok(0)
     } else {
@@ -274,9 +281,9 @@ fn moved(mount: &Mount<'_>, percent: f64) -> anyhow::Result<u64> {
 }
 
 /// Waits until the mount has moved `wanted` bytes to its spill file. Fails after [`WAIT_MAX`].
-fn wait_moved(mount: &Mount<'_>, percent: f64, wanted: u64) -> anyhow::Result<()> {
+fn wait_for_spill(mount: &Mount<'_>, percent: f64, wanted: u64) -> anyhow::Result<()> {
     let begin = Instant::now();
-    while moved(mount, percent)? < wanted {
+    while spilled_bytes(mount, percent)? < wanted {
         if begin.elapsed() > WAIT_MAX {
             bail!("gave up waiting for the spill file");
         }

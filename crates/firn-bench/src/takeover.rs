@@ -1,5 +1,6 @@
 //! `firn bench takeover`: measures how long programs wait when firnd is killed and another firnd takes the mount over,
-//! and how much the live table costs while nothing fails.
+//! and how much the live table costs while nothing fails. The live table is the file that tells the next firnd what the
+//! kernel knows.
 
 mod pause;
 mod rates;
@@ -12,9 +13,9 @@ use pause::Load;
 
 /// Pauses of a writer while firnd is killed, and rates with the live table.
 ///
-/// A writer of 4 KiB measures its longest wait while another firnd goes on with the mount. The baseline is what is left
-/// without a takeover: `firn mount` over the same arena, after which programs have to open their files again. Rates with
-/// `takeover=auto` stand beside those with `takeover=no`.
+/// A writer of 4 KiB measures its longest wait while another firnd goes on with the mount. The baseline is a restart
+/// without a takeover: `firn mount` over the same arena, after which programs have to open their files again. Rates
+/// with `takeover=auto` are compared with those with `takeover=no`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct TakeoverArgs {
     #[command(flatten)]

@@ -32,7 +32,7 @@ pub use steps::Steps;
 /// Time in nanoseconds that is enough to send the start time to one process.
 const TIME_TO_START_NS: u64 = 200_000;
 
-/// A task that a program gives to its workers.
+/// A task that a program sends to its workers, before it is prepared.
 pub trait Work: Serialize + DeserializeOwned {
     /// Makes the buffers and opens the files of the task. This time is not measured.
     fn prepare(self) -> anyhow::Result<Box<dyn Job>>;
@@ -324,9 +324,11 @@ impl Prepared {
             Task::Write { runs, .. } => runs.iter().map(|run| run.1).max().unwrap_or(0),
             Task::Read { bytes, .. } => *bytes,
             Task::Copy(copy) => copy.block_bytes,
-            Task::Direct { bytes, .. } => direct::room(*bytes),
+            Task::Direct { bytes, .. } => direct::buffer_bytes(*bytes),
             Task::Records(records) => records.record_bytes,
+            // The longest write to one of the files.
             Task::Names { .. } => 4096,
+            // This task has memory of its own.
             Task::ForkedWrite(_) => 1,
             Task::Steps(_) => 0,
         };
@@ -361,6 +363,7 @@ impl Prepared {
 impl Job for Prepared {
     /// Does the work of the task. The caller measures how long this takes.
     fn run(&mut self) -> anyhow::Result<()> {
+        // `new` has made what each kind of task needs.
         match &self.task {
             Task::Write {
                 path,
@@ -409,20 +412,20 @@ impl Job for Prepared {
 }
 
 /// Executes [`Task::Write`]: writes a file from start to end, and closes it. Each of `runs` is a number of writes and
-/// the bytes of one write. `sync` opens the file with O_SYNC, and `over` keeps its old bytes until they are
+/// the bytes of one write. `sync` opens the file with O_SYNC, and `keeps_bytes` keeps its old bytes until they are
 /// overwritten.
 fn write_file(
     path: &Path,
     runs: &[(u64, u64)],
     sync: bool,
-    over: bool,
+    keeps_bytes: bool,
     buffer: &[u8],
 ) -> anyhow::Result<()> {
     let flags = if sync { libc::O_SYNC } else { 0 };
     let mut file = OpenOptions::new()
         .write(true)
         .create(true)
-        .truncate(!over)
+        .truncate(!keeps_bytes)
         .custom_flags(flags)
         .open(path)
         .with_context(|| format!("cannot create {}", path.display()))?;
@@ -471,8 +474,8 @@ fn read_mapped(path: &PathBuf, passes: u64, buffer: &mut [u8]) -> anyhow::Result
         // SAFETY: this is a new mapping at an address that the kernel chooses. The file is not truncated while it is
         // read, because only the benchmark uses it.
         let start = unsafe {
-            let (anywhere, number) = (std::ptr::null_mut(), file.as_raw_fd());
-            libc::mmap(anywhere, len, libc::PROT_READ, libc::MAP_SHARED, number, 0)
+            let (any_address, fd) = (std::ptr::null_mut(), file.as_raw_fd());
+            libc::mmap(any_address, len, libc::PROT_READ, libc::MAP_SHARED, fd, 0)
         };
         if start == libc::MAP_FAILED {
             return Err(std::io::Error::last_os_error()).context("cannot map it");

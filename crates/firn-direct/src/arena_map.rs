@@ -1,9 +1,9 @@
 //! Maps the arena into a client process. The *arena* is shared memory with the bytes that are in no file of the backing
 //! yet. firnd, the process that serves the mount, owns it.
 //!
-//! Two parts of the arena are mapped. The *words* are counters that only firnd writes; they are mapped read-only. The
-//! *shared* part has chunks, which hold bytes of files, and piece tables, which say what the bytes are. Clients write
-//! both.
+//! Two parts of the arena are mapped. The part with *counters* (words of 4 bytes) is written only by firnd, and is
+//! mapped read-only. The *shared* part has chunks, which hold bytes of files, and piece tables, which say what the
+//! bytes are. Clients and firnd write it.
 //!
 //! Promises
 //! * A mapping lasts as long as the process, so references into it may be `'static`. Children of fork(2) do not have
@@ -31,17 +31,18 @@ const HUGE_PAGE_BYTES: u64 = 2 << 20;
 pub struct ArenaMap {
     /// Address at which offset 0 of the arena would be, for the shared part.
     shared: *mut u8,
-    /// Address at which offset 0 of the arena would be, for the words.
-    words: *const u8,
-    /// The words occupy the offsets from `words_start` up to `words_end`.
-    words_start: u64,
-    words_end: u64,
+    /// Address at which offset 0 of the arena would be, for the counters.
+    counters: *const u8,
+    /// The counters occupy the offsets from `counters_start` up to `counters_end`.
+    counters_start: u64,
+    counters_end: u64,
     /// The shared part occupies the offsets from `shared_start` up to `shared_end`.
     shared_start: u64,
     shared_end: u64,
 }
 
-// SAFETY: the mapped memory belongs to no thread and stays mapped. `SlabWriter` argues why its stores are allowed.
+// SAFETY: the memory stays mapped as long as the process lives, and every thread may use it. Only `SlabWriter` stores
+// into it; its comments say why that is sound.
 unsafe impl Send for ArenaMap {}
 
 /// A range of the mapped arena. firnd or other processes may change its bytes while they are read.
@@ -73,33 +74,34 @@ impl ArenaMap {
     /// No mapping; all fields are zero.
     pub const NONE: Self = Self {
         shared: ptr::null_mut(),
-        words: ptr::null(),
-        words_start: 0,
-        words_end: 0,
+        counters: ptr::null(),
+        counters_start: 0,
+        counters_end: 0,
         shared_start: 0,
         shared_end: 0,
     };
 
     /// Maps the arena, firnd's shared memory, by its descriptor `fd`. Returns `None` if its sizes are impossible or the
-    /// kernel refuses. The words are counters that only firnd writes.
+    /// kernel refuses.
     pub fn map(fd: impl AsFd, arena: &Arena) -> Option<Self> {
         let fd = fd.as_fd();
-        let words_end = arena.words_offset.checked_add(arena.words_bytes)?;
+        let counters_end = arena.words_offset.checked_add(arena.words_bytes)?;
         let is_aligned = arena.words_offset.is_multiple_of(PAGE_BYTES)
             && arena.shared_offset.is_multiple_of(PAGE_BYTES);
-        if !is_aligned || words_end > arena.file_bytes || arena.shared_offset >= arena.file_bytes {
+        if !is_aligned || counters_end > arena.file_bytes || arena.shared_offset >= arena.file_bytes
+        {
             return None;
         }
         let shared_bytes = arena.file_bytes - arena.shared_offset;
         let read_write = ProtFlags::READ | ProtFlags::WRITE;
-        let words = map_part(fd, arena.words_offset, arena.words_bytes, ProtFlags::READ)?;
+        let counters = map_part(fd, arena.words_offset, arena.words_bytes, ProtFlags::READ)?;
         let shared = map_part(fd, arena.shared_offset, shared_bytes, read_write)?;
         // Both addresses are those at which offset 0 of the arena would be.
         Some(Self {
             shared: shared.wrapping_sub(arena.shared_offset as usize),
-            words: words.wrapping_sub(arena.words_offset as usize),
-            words_start: arena.words_offset,
-            words_end,
+            counters: counters.wrapping_sub(arena.words_offset as usize),
+            counters_start: arena.words_offset,
+            counters_end,
             shared_start: arena.shared_offset,
             shared_end: arena.file_bytes,
         })
@@ -118,13 +120,13 @@ impl ArenaMap {
         })
     }
 
-    /// Returns the word of a file (`Reply::slot`); `None` if the offset is not that of a word.
+    /// Returns the counter of a file, at the offset that `Reply::slot` gives; `None` if no counter can be there.
     pub fn word(&self, offset: u64) -> Option<&'static AtomicU32> {
         let end = offset.checked_add(size_of::<AtomicU32>() as u64)?;
         let is_word =
-            offset >= self.words_start && end <= self.words_end && offset.is_multiple_of(4);
-        let word = self.words.wrapping_add(offset as usize);
-        // SAFETY: `is_word` says that these are four aligned bytes of the words, which stay mapped. The caller only
+            offset >= self.counters_start && end <= self.counters_end && offset.is_multiple_of(4);
+        let word = self.counters.wrapping_add(offset as usize);
+        // SAFETY: `is_word` says that these are four aligned bytes of the counters, which stay mapped. The caller only
         // loads from them: only firnd stores there.
         is_word.then(|| unsafe { AtomicU32::from_ptr(word.cast_mut().cast()) })
     }
@@ -169,8 +171,7 @@ fn map_part(fd: BorrowedFd<'_>, offset: u64, len: u64, prot: ProtFlags) -> Optio
         )
     };
     let mut address = mapped.ok()?;
-    // Kernels before 6.7, and kernels without huge pages for this file, choose an address that is not aligned for huge
-    // pages.
+    // Kernels before 6.7, and kernels without huge pages for this file, choose an address that is not aligned for them.
     // A huge page can be mapped only if address and offset have the same position within a huge page.
     let is_aligned = (address as u64 ^ offset).is_multiple_of(HUGE_PAGE_BYTES);
     if len >= HUGE_PAGE_BYTES && !is_aligned {

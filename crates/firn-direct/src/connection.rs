@@ -252,7 +252,8 @@ pub struct Packet {
 
 /// Result of recvmsg(2) for one packet.
 struct ReceivedPacket {
-    /// Length of the packet; an error if the packet is incomplete.
+    /// Length of the packet. EMSGSIZE if the packet is truncated; ECONNRESET if there is none, because firnd has ended
+    /// the connection.
     complete_len: Result<usize, Errno>,
 }
 
@@ -323,39 +324,39 @@ impl Connection {
     }
 
     /// Receives the reply to the oldest unanswered request, and the data that follows the reply.
-    pub fn receive_reply(&self, room: &mut Incoming<'_>) -> Result<Reply, CallError> {
-        self.receive_reply_with(room, None)
+    pub fn receive_reply(&self, buffer: &mut Incoming<'_>) -> Result<Reply, CallError> {
+        self.receive_reply_with(buffer, None)
     }
 
-    /// Receives the reply to the oldest unanswered request, with its data in `room` and its descriptors in `files`.
+    /// Receives the reply to the oldest unanswered request, with its data in `buffer` and its descriptors in `files`.
     /// Fails with `NoReply` if the reply is incomplete or claims more data than was received, and with `Fault` if
-    /// `room` cannot be written.
+    /// `buffer` cannot be written.
     pub fn receive_reply_with(
         &self,
-        room: &mut Incoming<'_>,
+        buffer: &mut Incoming<'_>,
         files: Option<&mut Files>,
     ) -> Result<Reply, CallError> {
         let mut reply = Reply::default();
         let mut head = Incoming::from(reply.as_mut_bytes());
         let received = match files {
-            Some(files) => self.receive_with_files(&mut head, room, files),
-            None => self.receive_packet(&mut head, room),
+            Some(files) => self.receive_with_files(&mut head, buffer, files),
+            None => self.receive_packet(&mut head, buffer),
         };
         let packet = match received {
             Ok(packet) => packet,
             Err(Errno::FAULT) => return Err(CallError::Fault),
             Err(_) => return Err(CallError::NoReply),
         };
-        let room_bytes = room.part.iov_len;
-        // Without room, no data follows the reply, and its count has another meaning.
-        let data_bytes = if room_bytes == 0 {
+        let buffer_bytes = buffer.part.iov_len;
+        // Without a buffer no data follows the reply, so its count is not one of units of data.
+        let data_bytes = if buffer_bytes == 0 {
             Some(0)
         } else {
-            (reply.count as usize).checked_mul(room.unit_bytes)
+            (reply.count as usize).checked_mul(buffer.unit_bytes)
         };
         match data_bytes {
             Some(data_bytes)
-                if data_bytes <= room_bytes && packet.len == size_of::<Reply>() + data_bytes =>
+                if data_bytes <= buffer_bytes && packet.len == size_of::<Reply>() + data_bytes =>
             {
                 Ok(reply)
             }
@@ -464,8 +465,8 @@ impl Connection {
         Ok(Packet { len, fd: None })
     }
 
-    /// Receives one packet. Its descriptors are in `control` afterwards, even if the packet is incomplete. An error
-    /// means that no packet was received.
+    /// Receives one packet. Its descriptors are in `control` afterwards, even if the packet is incomplete. Fails if
+    /// recvmsg(2) fails. The result also says whether the packet is complete, or the connection has ended.
     fn receive_into<const N: usize>(
         &self,
         head: &mut Incoming<'_>,

@@ -1,11 +1,11 @@
-//! Lets this library load in a process with any C library, and finds out whether it is that of GNU.
+//! Lets this library load in a process with any C library, and finds out whether that is glibc, the GNU C library.
 //!
-//! The environment of a job also reaches programs with another C library than that of GNU, such as those of an Alpine
+//! The environment of a job also reaches programs with another C library than glibc, such as those of an Alpine
 //! container. In these programs this library must load and do nothing. So the C library is the only shared library that
 //! it may need:
 //!
 //! * Functions that Rust's standard library would take from libgcc or from the loader are defined here.
-//! * Functions that only the GNU C library has are looked up by name.
+//! * Functions that only glibc has are looked up by name.
 
 use std::ffi::{CStr, c_int, c_void};
 
@@ -16,8 +16,8 @@ fn look_up(name: &CStr) -> Option<*mut c_void> {
     (!address.is_null()).then_some(address)
 }
 
-/// Whether the C library of this process is that of GNU.
-pub(crate) fn is_gnu() -> bool {
+/// Whether the C library of this process is glibc.
+pub(crate) fn is_glibc() -> bool {
     look_up(c"gnu_get_libc_version").is_some()
 }
 
@@ -42,7 +42,7 @@ pub(crate) fn register_at_fork(before: Handler, in_parent: Handler, in_child: Ha
 }
 
 /// Defines functions under names that other libraries have too. They are hidden, so only this library uses them.
-macro_rules! own {
+macro_rules! define_hidden {
     ($($name:literal = $to:ident;)*) => {$(
         #[cfg(target_arch = "x86_64")]
         std::arch::global_asm!(
@@ -61,7 +61,7 @@ macro_rules! own {
 
 // Functions that the standard library would take from libgcc_s.so.1. Nothing unwinds here, because a panic ends the
 // process.
-own! {
+define_hidden! {
     "_Unwind_RaiseException" = refuse_to_unwind;
     "_Unwind_Backtrace" = end_backtrace;
     "_Unwind_Resume" = stop;
@@ -101,7 +101,7 @@ extern "C" fn stop() -> ! {
 // The loader's function that finds thread-local memory. A direct reference would make this library need the loader
 // under the name that it has with the GNU C library.
 #[cfg(target_arch = "x86_64")]
-own! { "__tls_get_addr" = find_thread_memory; }
+define_hidden! { "__tls_get_addr" = find_thread_memory; }
 
 /// Looks up the loader's function and calls it.
 #[cfg(target_arch = "x86_64")]

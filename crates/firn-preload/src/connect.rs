@@ -53,7 +53,7 @@ const NO_SLAB: Slab = Slab {
 /// programs choose.
 pub(crate) const OWN_FD_MIN: c_int = 900;
 
-/// Returns the value of [`Link::socket`] for a descriptor.
+/// Returns the value of [`Link::socket`] for a descriptor: its number plus one, so that 0 means no socket.
 fn socket_word(fd: c_int) -> c_int {
     fd + 1
 }
@@ -79,7 +79,7 @@ pub(crate) fn wipe_on_fork() -> bool {
 struct LinkState {
     /// Identity of the arena.
     arena: [u8; 16],
-    /// Number of connections so far; 0 if the link is unused.
+    /// Number of connections so far; 0 if the link is unused. It is limited, and part of the link number.
     connection_count: u32,
     /// Identity of the socket, by which a reuse of its number is noticed.
     identity: Identity,
@@ -168,9 +168,9 @@ pub(crate) fn has_connection() -> bool {
 /// A new connection also carries a request for a grant and the first lease. firnd's answer, which is the same as that
 /// of [`request_write_grant`], is then returned too.
 pub(crate) fn connect_to_write(token: &Token, lease_bytes: u64) -> Option<(u32, Option<Reply>)> {
-    let mut first_request = FirstRequest::WriteGrant(lease_bytes, None);
-    let link = connect(token, ServedFiles::OfMount, &mut first_request)?;
-    Some((link, first_request.into_reply()))
+    let mut early_request = EarlyRequest::WriteGrant(lease_bytes, None);
+    let link = find_or_connect(token, ServedFiles::OfMount, &mut early_request)?;
+    Some((link, early_request.into_reply()))
 }
 
 /// A request for extents of a file.
@@ -196,19 +196,19 @@ pub(crate) fn connect_to_read(
     extent_request: ExtentRequest<'_>,
     extents: &mut [MaybeUninit<Extent>],
 ) -> Option<(u32, Option<Reply>)> {
-    let mut first_request = FirstRequest::Extents(extent_request, extents, None);
-    let link = connect(token, ServedFiles::OfMount, &mut first_request)?;
-    Some((link, first_request.into_reply()))
+    let mut early_request = EarlyRequest::Extents(extent_request, extents, None);
+    let link = find_or_connect(token, ServedFiles::OfMount, &mut early_request)?;
+    Some((link, early_request.into_reply()))
 }
 
 /// Connects for a mapping. Returns the link number.
 pub(crate) fn connect_to_map(token: &Token) -> Option<u32> {
-    connect(token, ServedFiles::OfMount, &mut FirstRequest::Nothing)
+    find_or_connect(token, ServedFiles::OfMount, &mut EarlyRequest::Nothing)
 }
 
 /// Connects for a stub. Returns the link number.
 pub(crate) fn connect_for_stubs(token: &Token) -> Option<u32> {
-    connect(token, ServedFiles::Stubs, &mut FirstRequest::Nothing)
+    find_or_connect(token, ServedFiles::Stubs, &mut EarlyRequest::Nothing)
 }
 
 /// The files that a connection is for.
@@ -232,16 +232,16 @@ impl ServedFiles {
     }
 }
 
-/// Returns the number of a connection to the firnd (serving process) of a mount, and connects if there is none. `token`
+/// Finds the connection to the firnd (serving process) of a mount, or makes one. Returns its link number. `token`
 /// names firnd's socket and the mount's *arena* (its shared memory). Requests of this process for all files of the
 /// mount use the same connection.
 ///
-/// A new connection sends `first_request` at once. Returns `None` if all places for connections are in use or locked,
+/// A new connection sends `early_request` at once. Returns `None` if all places for connections are in use or locked,
 /// if too many connections were made, or if firnd is not there.
-fn connect(
+fn find_or_connect(
     token: &Token,
     served_files: ServedFiles,
-    first_request: &mut FirstRequest<'_>,
+    early_request: &mut EarlyRequest<'_>,
 ) -> Option<u32> {
     for (index, link) in LINKS.iter().enumerate() {
         let Some(mut state) = link.state.lock_unless_held_by_thread() else {
@@ -251,7 +251,7 @@ fn connect(
         if is_unused {
             state.arena = token.arena;
         }
-        // This place is for the connection to another mount.
+        // This place is for connections to another mount.
         if state.arena != token.arena {
             continue;
         }
@@ -260,7 +260,7 @@ fn connect(
                 return None;
             }
             state.connection_count += 1;
-            let socket_fd = open_socket(&mut state, token, served_files, first_request);
+            let socket_fd = open_socket(&mut state, token, served_files, early_request);
             let word = socket_fd.map_or(NO_SOCKET, socket_word);
             link.socket.store(word, Ordering::Release);
             // A failed attempt counts as a connection too.
@@ -369,7 +369,7 @@ fn open_socket(
     state: &mut LinkState,
     token: &Token,
     served_files: ServedFiles,
-    first_request: &mut FirstRequest<'_>,
+    early_request: &mut EarlyRequest<'_>,
 ) -> Option<c_int> {
     // If the address space of the program is limited, the program needs all of it, so the arena is not mapped. A stub
     // (an empty file; firnd has its bytes) then is served by requests only; a file of a mount is left to the kernel.
@@ -381,18 +381,20 @@ fn open_socket(
         ServedFiles::Stubs => MapArena::IfPossible,
     };
     let mut connection = connect_to(token)?;
+    // A high number does not collide with numbers that the program chooses. If no high number is free, the low one
+    // works.
     if let Some(copy) = copy_to_high_number(&connection) {
         connection = copy;
     }
-    send_first_requests(&connection, state, token, map_arena, first_request)?;
+    send_first_requests(&connection, state, token, map_arena, early_request)?;
     state.identity = sys::own_identity(connection.as_fd().as_raw_fd())?;
     let fd = connection.into_raw_fd();
     set_internal(fd, true);
     Some(fd)
 }
 
-/// A request that is sent along with a new connection. The last field of a variant receives the answer.
-enum FirstRequest<'a> {
+/// A request that is sent along with the hello of a new connection. The last field of a variant receives the answer.
+enum EarlyRequest<'a> {
     Nothing,
     /// Requests a grant and a lease of this many bytes.
     WriteGrant(u64, Option<Reply>),
@@ -404,7 +406,7 @@ enum FirstRequest<'a> {
     ),
 }
 
-impl FirstRequest<'_> {
+impl EarlyRequest<'_> {
     /// Returns firnd's answer; `None` if the request was not sent, because there was a connection already.
     fn into_reply(self) -> Option<Reply> {
         match self {
@@ -414,49 +416,49 @@ impl FirstRequest<'_> {
     }
 }
 
-/// Sends the first requests of a connection to firnd in one packet, and receives their answers. So firnd works on the
-/// second request while this process maps the arena, the mount's shared memory. Returns `None` if that fails.
+/// Sends the hello of a new connection and `early_request` to firnd in one packet, and receives the answers. So firnd
+/// works on that request while this process maps the arena, the mount's shared memory. Returns `None` if that fails.
 #[inline(never)]
 fn send_first_requests(
     connection: &Connection,
     state: &mut LinkState,
     token: &Token,
     map_arena: MapArena,
-    first_request: &mut FirstRequest<'_>,
+    early_request: &mut EarlyRequest<'_>,
 ) -> Option<()> {
-    let second_request = match first_request {
-        FirstRequest::Nothing => None,
-        FirstRequest::WriteGrant(bytes, _) => Some(write_grant_request(token.token, *bytes)),
-        FirstRequest::Extents(extent_request, ..) => Some(extent_request.request(token.token)),
+    let request = match early_request {
+        EarlyRequest::Nothing => None,
+        EarlyRequest::WriteGrant(bytes, _) => Some(write_grant_request(token.token, *bytes)),
+        EarlyRequest::Extents(extent_request, ..) => Some(extent_request.request(token.token)),
     };
-    connection.send_hello(second_request.as_ref()).ok()?;
-    if let FirstRequest::WriteGrant(..) = first_request {
+    connection.send_hello(request.as_ref()).ok()?;
+    if let EarlyRequest::WriteGrant(..) = early_request {
         // Initializes what the first write needs, while firnd works on the requests.
         firn_direct::slab_writer::prepare();
     }
     state.map = receive_arena(connection, &token.arena, map_arena)?;
     state.outstanding_token = None;
     state.lease_answers.iter_mut().for_each(LeaseAnswer::clear);
-    receive_first_answer(connection, state, token, first_request)
+    receive_early_answer(connection, state, token, early_request)
 }
 
-/// Receives firnd's answer to the request that was sent along with a new connection, and stores it in `first_request`.
+/// Receives firnd's answer to the request that was sent along with a new connection, and stores it in `early_request`.
 /// Returns `None` if the connection has ended. With a grant come *leases*: rights to write into ranges of shared
 /// memory.
 #[inline(never)]
-fn receive_first_answer(
+fn receive_early_answer(
     connection: &Connection,
     state: &mut LinkState,
     token: &Token,
-    first_request: &mut FirstRequest<'_>,
+    early_request: &mut EarlyRequest<'_>,
 ) -> Option<()> {
-    match first_request {
-        FirstRequest::Nothing => {}
-        FirstRequest::WriteGrant(_, reply) => {
+    match early_request {
+        EarlyRequest::Nothing => {}
+        EarlyRequest::WriteGrant(_, reply) => {
             let received = state.receive_first_leases(connection, token.token);
             *reply = Some(received.ok()?);
         }
-        FirstRequest::Extents(extent_request, extents, reply) => {
+        EarlyRequest::Extents(extent_request, extents, reply) => {
             let mut extents = (&mut **extents).into();
             let files = Some(&mut *extent_request.files);
             let received = connection.receive_reply_with(&mut extents, files);
@@ -624,7 +626,8 @@ pub(crate) fn arena_map(number: u32) -> Option<ArenaMap> {
     (link_number(index, state.connection_count) == number).then_some(state.map)
 }
 
-/// Returns the link number of a connection. It differs from that of earlier connections of the same link.
+/// Returns the link number of a connection, from the index of its link and the number of connections that the link has
+/// made. So each connection has another number.
 fn link_number(index: usize, connection_count: u32) -> u32 {
     connection_count * LINKS_MAX as u32 + index as u32
 }

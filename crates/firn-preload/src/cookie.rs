@@ -2,21 +2,22 @@
 //!
 //! Hooks do not see the system calls of an ordinary stream. So streams over stubs are made with fopencookie(3), which
 //! calls functions of this module. Such a stream has the number of its descriptor (`fileno`). It is a byte stream, so
-//! wide characters are refused, as in each stream that was used for bytes.
+//! the C library refuses wide characters, as in every stream that was used for bytes.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use libc::{FILE, off64_t, size_t, ssize_t};
 
-/// Offsets in `struct _IO_FILE` (bits/types/struct_FILE.h), which have been stable since version 2.1 of the C library.
+/// Offsets in `struct _IO_FILE` (bits/types/struct_FILE.h), which have been stable since version 2.1 of glibc.
+/// `ORIENTATION` is `_mode`, and `VTABLE` is the pointer to the table of functions behind the struct.
 mod offset_in_file {
     pub(super) const FLAGS: usize = 0;
     pub(super) const WRITE_BASE: usize = 32;
     pub(super) const WRITE_PTR: usize = 40;
     pub(super) const FILENO: usize = 112;
-    pub(super) const MODE: usize = 192;
-    pub(super) const FUNCTIONS: usize = 216;
+    pub(super) const ORIENTATION: usize = 192;
+    pub(super) const VTABLE: usize = 216;
 }
 
 /// Returns the address of a field of a stream; `offset` is a constant of [`offset_in_file`].
@@ -28,8 +29,8 @@ fn field<T>(file: *mut FILE, offset: usize) -> *mut T {
 const UNBUFFERED: u32 = 0x2;
 /// Bit of `_flags`: the stream is line buffered.
 const LINE_BUFFERED: u32 = 0x200;
-/// Value of `_mode`: the stream is used for bytes.
-const BYTES: c_int = -1;
+/// Value of `_mode`, the orientation of a stream: it is used for bytes, and not for wide characters.
+const BYTE_ORIENTED: c_int = -1;
 
 /// `cookie_io_functions_t` of fopencookie(3).
 #[repr(C)]
@@ -111,10 +112,10 @@ pub(crate) unsafe fn open_stub_stream(fd: c_int, mode: *const c_char) -> *mut FI
         }
         // For fileno(3): streams of fopencookie(3) have no descriptor of their own.
         field::<c_int>(file, offset_in_file::FILENO).write(fd);
-        // Wide characters are refused.
-        field::<c_int>(file, offset_in_file::MODE).write(BYTES);
+        // The C library then refuses wide characters.
+        field::<c_int>(file, offset_in_file::ORIENTATION).write(BYTE_ORIENTED);
         // By this table, `is_stub_stream` recognises the streams of this module.
-        let function_table = field::<usize>(file, offset_in_file::FUNCTIONS).read();
+        let function_table = field::<usize>(file, offset_in_file::VTABLE).read();
         STUB_STREAM_FUNCTIONS.store(function_table, Ordering::Release);
         let appends = *mode == b'a' as c_char;
         if appends {
@@ -130,7 +131,7 @@ pub(crate) unsafe fn open_stub_stream(fd: c_int, mode: *const c_char) -> *mut FI
 /// `file` is an open stream.
 pub(crate) unsafe fn is_stub_stream(file: *mut FILE) -> bool {
     // SAFETY: an open stream has the address of its table of functions at this offset.
-    let function_table = unsafe { field::<usize>(file, offset_in_file::FUNCTIONS).read() };
+    let function_table = unsafe { field::<usize>(file, offset_in_file::VTABLE).read() };
     function_table == STUB_STREAM_FUNCTIONS.load(Ordering::Acquire) && function_table != 0
 }
 

@@ -19,11 +19,11 @@
 use std::ffi::c_int;
 
 use crate::fallback::{Fallback, WriteProgress, write_runs};
-use crate::handled::{Handled, KernelCall, Step};
 use crate::lease::fill::{self, LeaseWrite};
 use crate::list::copy;
 use crate::memory::{Source, Target};
 use crate::offset::{CallRange, Claim, current_offset, set_offset};
+use crate::outcome::{CallOutcome, KernelCall, Step};
 use crate::report::{self, Call};
 use crate::table::LockedEntry;
 
@@ -33,20 +33,20 @@ pub(crate) fn write_descriptor<F: Fallback>(
     source: Source<'_>,
     range: CallRange,
     call: Call,
-) -> Handled {
-    Handled::from_step(write_range::<F>(locked, source, range, call))
+) -> CallOutcome {
+    CallOutcome::from_step(write_range::<F>(locked, source, range, call))
 }
 
-/// Writes bytes of a program to an open file: into leases (slabs of the shared memory) if possible, and the others
-/// to the fallback: the kernel, or firnd for a stub (an empty file; firnd has its bytes). Returns the number of written
-/// bytes. `Err` is the result of a call that ends earlier, or leaves the call to the kernel.
+/// Writes bytes of a program to an open file: into leases (slabs of the shared memory) if possible. The fallback
+/// writes the other bytes: the kernel, or firnd for a stub (an empty file; firnd has its bytes). Returns the number of
+/// written bytes. `Err` ends the call ([`Step`]).
 fn write_range<F: Fallback>(
     mut locked: LockedEntry,
     source: Source<'_>,
     range: CallRange,
     call: Call,
 ) -> Step<usize> {
-    let uses_leases = F::may_lease(&mut locked, range.total) && source.is_accessible();
+    let uses_leases = F::obtain_grant(&mut locked, range.total) && source.is_accessible();
     // `?`: if the fallback is the kernel, it serves the whole call, and this function ends.
     if !uses_leases {
         locked = F::hand_over(locked, None, range.explicit_offset, call)?;
@@ -57,7 +57,7 @@ fn write_range<F: Fallback>(
         claim.release_unused(&locked, 0);
         F::hand_over(locked, None, range.explicit_offset, call)?;
         // The kernel returns the same error if offset and length together are too large.
-        return Err(Handled::from_errno(libc::EINVAL));
+        return Err(CallOutcome::from_errno(libc::EINVAL));
     }
     let lease_write = if uses_leases {
         fill::write_to_leases(&mut locked, source, claim.offset, range.total)
@@ -85,8 +85,8 @@ pub(crate) fn finish_write<F: Fallback>(
     }
     if let Some(reason) = lease_write.lost {
         // `?`: if the descriptor has become another file, the call ends here.
-        locked = F::lease_lost(locked, &mut claim, reason, in_leases, call)?;
-        // Nothing is written yet, so the fallback may serve the call from its begin.
+        locked = F::handle_lost_lease(locked, &mut claim, reason, in_leases, call)?;
+        // Nothing is written yet, so the fallback may serve the call from its beginning.
         if in_leases == 0 {
             locked = F::hand_over(locked, Some(&mut claim), range.explicit_offset, call)?;
         }
@@ -95,7 +95,7 @@ pub(crate) fn finish_write<F: Fallback>(
     let write_run = |run, done| F::write_at(&mut locked, run, claim.offset.wrapping_add(done));
     let progress: WriteProgress = write_runs(source, in_leases, range.total, write_run);
     claim.finish(&locked, progress.done);
-    progress.into_result().map_err(Handled::from_errno)
+    progress.into_result().map_err(CallOutcome::from_errno)
 }
 
 /// Reads bytes into a target, by the list if there is one, else by the fallback.
@@ -104,27 +104,27 @@ pub(crate) fn read_descriptor<F: Fallback>(
     target: Target<'_>,
     range: CallRange,
     call: Call,
-) -> Handled {
-    Handled::from_step(read_range::<F>(locked, target, range, call))
+) -> CallOutcome {
+    CallOutcome::from_step(read_range::<F>(locked, target, range, call))
 }
 
-/// Reads bytes of an open file for a program: by the list, which says where the bytes are in the shared memory, or
-/// else by the fallback (the kernel, or firnd for a stub). Returns the number of bytes. `Err` is the result of a call
-/// that ends earlier, or leaves the call to the kernel.
+/// Reads bytes of an open file for a program: by its list of extents, which says where the bytes are in shared memory,
+/// or else by the fallback (the kernel, or firnd for a stub). Returns the number of bytes. `Err` ends the call
+/// ([`Step`]).
 fn read_range<F: Fallback>(
     mut locked: LockedEntry,
     target: Target<'_>,
     range: CallRange,
     call: Call,
 ) -> Step<usize> {
-    let is_listed = F::has_list(&mut locked, range.explicit_offset, range.total);
+    let is_listed = F::ensure_list(&mut locked, range.explicit_offset, range.total);
     // `?`: if the fallback is the kernel, it serves the whole call, and this function ends.
     if !is_listed {
         locked = F::hand_over(locked, None, range.explicit_offset, call)?;
     }
     let mut claim = Claim::for_descriptor(&mut locked, range);
     if claim.offset > i64::MAX as u64 {
-        return Err(Handled::from_errno(libc::EINVAL));
+        return Err(CallOutcome::from_errno(libc::EINVAL));
     }
     if is_listed {
         locked = read_by_list::<F>(locked, target, &mut claim, range, call)?;
@@ -132,13 +132,14 @@ fn read_range<F: Fallback>(
     report::count_kernel(call);
     let result = read_by_fallback::<F>(&mut locked, target, claim.offset, range.total);
     claim.finish(&locked, result.unwrap_or(0));
-    result.map_err(Handled::from_errno)
+    result.map_err(CallOutcome::from_errno)
 }
 
 /// Tries to serve a read by the list, which says where the bytes of the file are in the shared memory.
 ///
-/// `Err` is the result of the call, also if the list has served it. `Ok` means that the list is of no use, so the
-/// caller reads by the fallback (the kernel or firnd). `claim` is the range by which the descriptor's offset was moved.
+/// `Err` ends the call ([`Step`]): also if the list has served it, with the number of bytes. `Ok` means that the list
+/// is of no use, so the caller reads by the fallback (the kernel or firnd). `claim` is the range by which the
+/// descriptor's offset was moved.
 fn read_by_list<F: Fallback>(
     mut locked: LockedEntry,
     target: Target<'_>,
@@ -155,11 +156,12 @@ fn read_by_list<F: Fallback>(
         return F::hand_over(locked, Some(claim), range.explicit_offset, call);
     }
     let Ok(done) = copy::copy_out::<F>(&mut locked, target, claim.offset, range.total) else {
-        return F::list_lost(locked, claim, range.explicit_offset, call);
+        return F::handle_lost_list(locked, claim, range.explicit_offset, call);
     };
     claim.finish(&locked, done);
     report::count_direct(call, done);
-    Err(Handled::Done(done as isize))
+    // The call is complete, so the caller must not read by the fallback.
+    Err(CallOutcome::Done(done as isize))
 }
 
 /// Reads by the fallback, which is the kernel, or firnd for a stub. Returns the number of bytes, which is less than
@@ -192,13 +194,13 @@ pub(crate) fn seek_descriptor<F: Fallback>(
     mut locked: LockedEntry,
     offset: i64,
     whence: c_int,
-) -> Handled {
+) -> CallOutcome {
     if !F::has_offset(&locked) {
-        return Handled::Forward(KernelCall::begin(locked.entry));
+        return CallOutcome::Forward(KernelCall::begin(locked.entry));
     }
     match seek_to::<F>(&mut locked, offset, whence) {
-        Ok(new_offset) => Handled::Done(new_offset as isize),
-        Err(errno) => Handled::from_errno(errno),
+        Ok(new_offset) => CallOutcome::Done(new_offset as isize),
+        Err(errno) => CallOutcome::from_errno(errno),
     }
 }
 

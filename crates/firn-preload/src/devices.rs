@@ -62,9 +62,9 @@ pub(crate) fn is_known_mount(device: u64) -> bool {
 
 /// Finds out whether an open file is on a Firn mount. Returns `None` if not.
 ///
-/// For an unknown device, this is found out by a request for the file's *token*, firnd's number of the open file. Only
-/// firnd (the process that serves a mount) answers it. Returns the token then, and [`NO_TOKEN`] if the device was known
-/// as a mount already.
+/// For an unknown device, it makes a request for the file's *token*, firnd's number of the open file. Only
+/// firnd (the process that serves a mount) answers it. Returns the token then. Returns [`NO_TOKEN`], without a request,
+/// if the device is known as a mount already.
 pub(crate) fn token_on_mount(fd: c_int, device: u64) -> Option<u64> {
     let key = device_key(device);
     for slot in &KNOWN.devices {
@@ -83,8 +83,8 @@ pub(crate) fn token_on_mount(fd: c_int, device: u64) -> Option<u64> {
     };
     let index = KNOWN.next_slot.fetch_add(1, Ordering::Relaxed) as usize % DEVICES_MAX;
     if let Some(slot) = KNOWN.devices.get(index) {
-        let verdict = if token.is_some() { IS_MOUNT } else { 0 };
-        slot.store(key | verdict, Ordering::Relaxed);
+        let mount_bit = if token.is_some() { IS_MOUNT } else { 0 };
+        slot.store(key | mount_bit, Ordering::Relaxed);
     }
     let token = token?;
     if let Some(mut last_token) = KNOWN.last_token.lock_unless_held_by_thread() {
@@ -104,7 +104,7 @@ pub(crate) fn first_token(number: u64) -> Option<Token> {
     (number != NO_TOKEN && last_token.token == number).then_some(last_token)
 }
 
-/// Fetches the token of an open file. Returns `None` if no firnd serves the file, or if firnd does not serve this
+/// Fetches the token of an open file. Returns `None` if firnd does not serve the file, or if firnd does not serve this
 /// process.
 pub(crate) fn fetch_token(fd: c_int) -> Option<Token> {
     let token = firn_direct::connection::request_token(sys::borrow(fd)?)?;

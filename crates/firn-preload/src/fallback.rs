@@ -11,10 +11,10 @@ use std::ffi::c_int;
 
 use firn_format::data_socket::{Reply, Status};
 
-use crate::handled::Step;
 use crate::lease::LeaseLost;
 use crate::memory::{Readable, Run, Source, Writable};
 use crate::offset::Claim;
+use crate::outcome::Step;
 use crate::report::{self, Call, Reason};
 use crate::table::LockedEntry;
 
@@ -91,9 +91,9 @@ pub(crate) fn write_runs<'a>(
 /// the call names; `None` means the descriptor's own offset.
 pub(crate) trait Fallback {
     /// Returns whether a write may use leases. Asks firnd for a grant if the request policy permits that.
-    fn may_lease(locked: &mut LockedEntry, total: usize) -> bool;
+    fn obtain_grant(locked: &mut LockedEntry, total: usize) -> bool;
     /// Returns whether the descriptor has a list. Asks firnd for a list if that pays off.
-    fn has_list(locked: &mut LockedEntry, explicit_offset: Option<u64>, total: usize) -> bool;
+    fn ensure_list(locked: &mut LockedEntry, explicit_offset: Option<u64>, total: usize) -> bool;
     /// Hands a call over to the fallback. If that is the kernel, it gets the offset back and the call ends here.
     fn hand_over(
         locked: LockedEntry,
@@ -102,7 +102,7 @@ pub(crate) trait Fallback {
         call: Call,
     ) -> Step<LockedEntry>;
     /// Handles the loss of a lease after `done` bytes of a claim.
-    fn lease_lost(
+    fn handle_lost_lease(
         locked: LockedEntry,
         claim: &mut Claim,
         lost: LeaseLost,
@@ -110,7 +110,7 @@ pub(crate) trait Fallback {
         call: Call,
     ) -> Step<LockedEntry>;
     /// Handles a list that has become void, so that the bytes copied by it do not count.
-    fn list_lost(
+    fn handle_lost_list(
         locked: LockedEntry,
         claim: &mut Claim,
         explicit_offset: Option<u64>,

@@ -19,9 +19,11 @@ mod write;
 
 use crate::memory::{ProgramMemory, VECTORS_MAX};
 
+// `open` and `open64`, for example, may be one function only if their offsets have the same size.
 const _: () = assert!(size_of::<libc::off_t>() == 8);
 
-/// Exports functions, each under one or several names.
+/// Exports functions, each under one or several names: `stat stat64 = do_stat(..) -> c_int;` defines the C functions
+/// `stat` and `stat64`, which call `do_stat`.
 macro_rules! export {
     ($($($name:ident)+ = $function:ident($($arg:ident: $ty:ty),* $(,)?) -> $ret:ty;)*) => {
         $($crate::hook::export_names! { $($name)+ = $function($($arg: $ty),*) -> $ret })*
@@ -46,7 +48,7 @@ use export_names;
 /// Calls the real function with the arguments that the program has passed to its hook.
 macro_rules! forward {
     ($real:ident($($arg:expr),* $(,)?)) => {{
-        // SAFETY: the program has passed these arguments to the hook of this function, or has allowed more.
+        // SAFETY: the program has passed these arguments to the hook of this function, or others that permit these.
         unsafe { $real.get()($($arg),*) }
     }};
 }

@@ -33,12 +33,12 @@ use crate::devices::{self, fetch_token};
 use crate::fallback::{
     Fallback, WriteError, is_full, postpone_after_end, postpone_after_lost_lease, write_runs,
 };
-use crate::handled::{Handled, KernelCall, Step};
 use crate::lease::LeaseLost;
 use crate::lease::fill::{self, LeaseWrite};
 use crate::list::fetch;
 use crate::memory::{Readable, Run, Source, Target, Writable};
 use crate::offset::{self, CallRange, Claim};
+use crate::outcome::{CallOutcome, KernelCall, Step};
 use crate::probe;
 use crate::report::{self, Call, Reason};
 use crate::request_policy::{CALL_BYTES_MIN, RETRY_BYTES_MAX};
@@ -58,11 +58,11 @@ const LISTED_FILE_BYTES_MIN: u64 = 64 << 10;
 pub(crate) enum Kernel {}
 
 impl Fallback for Kernel {
-    fn may_lease(locked: &mut LockedEntry, total: usize) -> bool {
+    fn obtain_grant(locked: &mut LockedEntry, total: usize) -> bool {
         locked.is_private() || request_grant(locked, total)
     }
 
-    fn has_list(locked: &mut LockedEntry, explicit_offset: Option<u64>, total: usize) -> bool {
+    fn ensure_list(locked: &mut LockedEntry, explicit_offset: Option<u64>, total: usize) -> bool {
         locked.is_private() || request_list(locked, explicit_offset, total)
     }
 
@@ -70,7 +70,7 @@ impl Fallback for Kernel {
     /// this process has kept, back to the kernel.
     ///
     /// `Err` is the usual result: the kernel serves the call. `Ok` means that it cannot, because a signal handler has
-    /// used the offset behind the claimed range. The caller then moves the bytes of that range itself.
+    /// claimed the range behind this one. The caller then moves the bytes of the claimed range itself.
     fn hand_over(
         mut locked: LockedEntry,
         claim: Option<&mut Claim>,
@@ -84,7 +84,8 @@ impl Fallback for Kernel {
             // A signal handler has claimed a range behind this one. So the kernel cannot repeat the call at its own
             // offset, and the caller must serve the claimed range.
             pause_direct_access(&mut locked);
-            claim.record_return(false, 0);
+            let is_released = false;
+            claim.record_return(is_released, 0);
             return Ok(locked);
         }
         // Without an offset of its own the call uses the kernel's, so direct access ends, and with it the list.
@@ -98,9 +99,9 @@ impl Fallback for Kernel {
     /// Handles the loss of a lease, the right to write into shared memory, after `done` bytes: gives the offset back to
     /// the kernel, and postpones the next request to firnd.
     ///
-    /// `Ok` means that the kernel serves the remaining bytes. `Err` is the result of the call if the number is another
-    /// file by now.
-    fn lease_lost(
+    /// `Ok` means that the kernel serves the remaining bytes. `Err` is the result of the call if the number refers to
+    /// another file by now.
+    fn handle_lost_lease(
         mut locked: LockedEntry,
         claim: &mut Claim,
         reason: LeaseLost,
@@ -112,9 +113,9 @@ impl Fallback for Kernel {
             locked.set_private(false);
             locked.set_tag(tag::ORDINARY);
             return Err(if done > 0 {
-                Handled::Done(done as isize)
+                CallOutcome::Done(done as isize)
             } else {
-                Handled::Forward(KernelCall::WITHOUT_OFFSET)
+                CallOutcome::Forward(KernelCall::WITHOUT_OFFSET)
             });
         }
         let is_released = claim.release_unused(&locked, done);
@@ -124,7 +125,7 @@ impl Fallback for Kernel {
         Ok(locked)
     }
 
-    fn list_lost(
+    fn handle_lost_list(
         mut locked: LockedEntry,
         claim: &mut Claim,
         explicit_offset: Option<u64>,
@@ -182,7 +183,7 @@ pub(crate) fn write_fast(
     run: Run<'_, Readable>,
     explicit_offset: Option<u64>,
     call: Call,
-) -> Option<Handled> {
+) -> Option<CallOutcome> {
     let Entered::Locked(mut locked) = table::lock_entry(fd) else {
         return None;
     };
@@ -215,7 +216,7 @@ pub(crate) fn write_fast(
     }
     locked.request_policy.count_direct_bytes(len);
     report::count_direct(call, len);
-    Some(Handled::Done(len as isize))
+    Some(CallOutcome::Done(len as isize))
 }
 
 /// Finishes a write of the fast path, which has not stored all bytes in its lease, a slab of shared memory. Further
@@ -229,7 +230,7 @@ fn finish_fast_write(
     range: CallRange,
     appended: Appended,
     call: Call,
-) -> Handled {
+) -> CallOutcome {
     let appended_bytes = match appended {
         Appended::Bytes(count) => count,
         _ => 0,
@@ -254,22 +255,23 @@ fn finish_fast_write(
     run.as_memory(|source| {
         let written =
             descriptor::finish_write::<Kernel>(locked, source, claim, range, lease_write, call);
-        Handled::from_step(written)
+        CallOutcome::from_step(written)
     })
 }
 
 /// write(2) and its kin of a file on a mount, at the descriptor's offset or at `explicit_offset`: by direct access to
-/// shared memory if possible, else by the kernel. [`Handled::Forward`] means that the caller makes the kernel's call.
+/// shared memory if possible, else by the kernel. [`CallOutcome::Forward`] means that the caller makes the kernel's
+/// call.
 pub(crate) fn write_file(
     fd: c_int,
     source: Source<'_>,
     explicit_offset: Option<u64>,
     call: Call,
-) -> Handled {
+) -> CallOutcome {
     let locked = match table::lock_entry(fd) {
         Entered::Locked(locked) if locked.tag == tag::WRITER => locked,
         Entered::Interrupted(entry) => return write_in_handler(fd, entry, source, explicit_offset),
-        _ => return Handled::Forward(KernelCall::WITHOUT_OFFSET),
+        _ => return CallOutcome::Forward(KernelCall::WITHOUT_OFFSET),
     };
     match valid_range(explicit_offset, source.total()) {
         Some(range) => descriptor::write_descriptor::<Kernel>(locked, source, range, call),
@@ -278,30 +280,32 @@ pub(crate) fn write_file(
 }
 
 /// read(2) and its kin of a file on a mount, at the descriptor's offset or at `explicit_offset`: by direct access to
-/// shared memory if possible, else by the kernel. [`Handled::Forward`] means that the caller makes the kernel's call.
+/// shared memory if possible, else by the kernel. [`CallOutcome::Forward`] means that the caller makes the kernel's
+/// call.
 pub(crate) fn read_file(
     fd: c_int,
     target: Target<'_>,
     explicit_offset: Option<u64>,
     call: Call,
-) -> Handled {
+) -> CallOutcome {
     let locked = match table::lock_entry(fd) {
         Entered::Locked(locked) if locked.tag == tag::READER => locked,
-        _ if explicit_offset.is_some() => return Handled::Forward(KernelCall::WITHOUT_OFFSET),
-        Entered::NotServed => return Handled::Forward(KernelCall::WITHOUT_OFFSET),
-        // The descriptor may write, or this is a signal handler. The kernel gets the offset back before it reads.
+        _ if explicit_offset.is_some() => return CallOutcome::Forward(KernelCall::WITHOUT_OFFSET),
+        Entered::NotServed => return CallOutcome::Forward(KernelCall::WITHOUT_OFFSET),
+        // `Locked` with another tag: the descriptor may write. `Interrupted`: this is a signal handler. In both cases
+        // the kernel gets the offset back before it reads.
         entered => {
             // Unlocks the entry, which `prepare_kernel_call` locks again.
             drop(entered);
-            return Handled::Forward(prepare_kernel_call(fd, call));
+            return CallOutcome::Forward(prepare_kernel_call(fd, call));
         }
     };
     if let Some(range) = valid_range(explicit_offset, target.total()) {
         return descriptor::read_descriptor::<Kernel>(locked, target, range, call);
     }
     match Kernel::hand_over(locked, None, explicit_offset, call) {
-        Ok(_) => Handled::Forward(KernelCall::WITHOUT_OFFSET),
-        Err(handled) => handled,
+        Ok(_) => CallOutcome::Forward(KernelCall::WITHOUT_OFFSET),
+        Err(outcome) => outcome,
     }
 }
 
@@ -318,7 +322,7 @@ fn valid_range(explicit_offset: Option<u64>, total: Option<usize>) -> Option<Cal
 }
 
 /// lseek(2).
-pub(crate) fn seek_file(fd: c_int, offset: i64, whence: c_int) -> Handled {
+pub(crate) fn seek_file(fd: c_int, offset: i64, whence: c_int) -> CallOutcome {
     match table::lock_entry(fd) {
         Entered::Locked(locked) if locked.tag != tag::INTERNAL => {
             descriptor::seek_descriptor::<Kernel>(locked, offset, whence)
@@ -327,7 +331,7 @@ pub(crate) fn seek_file(fd: c_int, offset: i64, whence: c_int) -> Handled {
             let seek_in_file = || count_or_errno(offset::seek_in_kernel(fd, offset, whence));
             offset::seek_in_handler(entry, offset, whence, seek_in_file)
         }
-        _ => Handled::Forward(KernelCall::WITHOUT_OFFSET),
+        _ => CallOutcome::Forward(KernelCall::WITHOUT_OFFSET),
     }
 }
 
@@ -340,12 +344,12 @@ fn write_in_handler(
     entry: &'static Entry,
     source: Source<'_>,
     explicit_offset: Option<u64>,
-) -> Handled {
+) -> CallOutcome {
     if explicit_offset.is_some() || !entry.is_private() {
-        return Handled::Forward(KernelCall::begin(entry));
+        return CallOutcome::Forward(KernelCall::begin(entry));
     }
     let Some(total) = source.total() else {
-        return Handled::Forward(KernelCall::WITHOUT_OFFSET);
+        return CallOutcome::Forward(KernelCall::WITHOUT_OFFSET);
     };
     let range = CallRange {
         explicit_offset: None,
@@ -360,7 +364,7 @@ fn write_in_handler(
     if progress.done < total {
         claim.release_unused_of_entry(entry, fd, progress.done);
     }
-    Handled::from_result(progress.into_result())
+    CallOutcome::from_result(progress.into_result())
 }
 
 /// Gives the kernel its offset back before a call of the kernel that uses it. The returned value must be finished
@@ -369,8 +373,8 @@ pub(crate) fn prepare_kernel_call(fd: c_int, call: Call) -> KernelCall {
     match table::lock_entry(fd) {
         Entered::Locked(locked) if locked.tag != tag::INTERNAL => {
             match forward_to_kernel(locked, None, call) {
-                Handled::Forward(kernel_call) => kernel_call,
-                Handled::Done(_) => KernelCall::WITHOUT_OFFSET,
+                CallOutcome::Forward(kernel_call) => kernel_call,
+                CallOutcome::Done(_) => KernelCall::WITHOUT_OFFSET,
             }
         }
         Entered::Interrupted(entry) if entry.is_private() => {
@@ -405,10 +409,14 @@ pub(crate) fn end_direct_access(mut locked: LockedEntry, reason: Reason) {
 
 /// Leaves a call to the kernel. If the call uses the kernel's offset (`explicit_offset` is `None`), the kernel first
 /// gets the right offset.
-fn forward_to_kernel(mut locked: LockedEntry, explicit_offset: Option<u64>, call: Call) -> Handled {
+fn forward_to_kernel(
+    mut locked: LockedEntry,
+    explicit_offset: Option<u64>,
+    call: Call,
+) -> CallOutcome {
     report::count_kernel(call);
     if explicit_offset.is_some() {
-        return Handled::Forward(KernelCall::WITHOUT_OFFSET);
+        return CallOutcome::Forward(KernelCall::WITHOUT_OFFSET);
     }
     if locked.is_private() {
         pause_direct_access(&mut locked);
@@ -416,7 +424,7 @@ fn forward_to_kernel(mut locked: LockedEntry, explicit_offset: Option<u64>, call
             postpone_after_end(&mut locked, Reason::Read);
         }
     }
-    Handled::Forward(KernelCall::begin(locked.entry))
+    CallOutcome::Forward(KernelCall::begin(locked.entry))
 }
 
 /// Ends direct access for now: gives the offset back to the kernel, and drops the lease.
@@ -447,8 +455,8 @@ fn is_same_file(locked: &LockedEntry) -> bool {
 /// call writes `total` bytes. Returns whether the descriptor has direct access now.
 #[cold]
 fn request_grant(locked: &mut LockedEntry, total: usize) -> bool {
-    // The first calls go through the kernel, and so do calls while the next request is postponed. Both functions count
-    // the bytes of this call.
+    // The first calls go through the kernel, and so do calls while the next request is postponed. Each of the two
+    // functions also counts the bytes of this call, if it is reached.
     if locked.request_policy.count_as_small(total as u64)
         || !locked.request_policy.may_request(total)
     {
@@ -551,8 +559,8 @@ fn request_list(locked: &mut LockedEntry, explicit_offset: Option<u64>, total: u
         Some(offset) => offset,
         None => u64::try_from(sys::lseek(locked.fd, 0, libc::SEEK_CUR)).unwrap_or(0),
     };
-    // The list of another file does not count.
-    let status = fetch::fetch_list(locked, read_offset).filter(|_| is_same_file);
+    // If the number refers to another file by now, its list does not count.
+    let status = fetch::connect_and_fetch(locked, read_offset).filter(|_| is_same_file);
     let is_listed = status == Some(Status::Ok);
     if is_listed && !locked.list.extents().is_empty() {
         return offset::make_private(locked);
@@ -566,7 +574,7 @@ fn request_list(locked: &mut LockedEntry, explicit_offset: Option<u64>, total: u
     }
     locked.set_tag(tag::ORDINARY);
     report::count_left(if is_listed {
-        Reason::Nothing
+        Reason::NoExtents
     } else {
         Reason::NoConnection
     });

@@ -78,11 +78,11 @@ pub(crate) struct List {
     /// Offset in the file at which the known part ends.
     end: u64,
     /// Bytes by which the last answer has extended the known part.
-    last_bytes: u64,
+    last_answer_bytes: u64,
     /// Size of the file.
     size: u64,
     /// The file's word in the arena; `None` before the first answer.
-    word: Option<&'static AtomicU32>,
+    change_word: Option<&'static AtomicU32>,
     /// Value of the word when the list was made.
     stamp: u32,
     /// Until when the list is valid, in the clock of [`sys::coarse_ns`]; 0 if only the word decides.
@@ -107,9 +107,9 @@ impl List {
             hint: 0,
             start: 0,
             end: 0,
-            last_bytes: 0,
+            last_answer_bytes: 0,
             size: 0,
-            word: None,
+            change_word: None,
             stamp: 0,
             until_ns: 0,
             read_bytes: 0,
@@ -148,7 +148,7 @@ impl List {
         self.hint = 0;
         self.start = start;
         self.end = start;
-        self.last_bytes = 0;
+        self.last_answer_bytes = 0;
         self.read_bytes = 0;
         self.misses = 0;
     }
@@ -181,19 +181,19 @@ impl List {
         requested_ns: u64,
         owner: c_int,
     ) -> bool {
-        let is_first_answer = self.word.is_none();
+        let is_first_answer = self.change_word.is_none();
         let is_unchanged = self.stamp == reply.stamp && self.size == reply.size;
         let old_count = self.count;
         self.count = (old_count + reply.count as usize).min(LIST_MAX);
         self.adopt_files(files, old_count, owner);
         // In this answer, `slot` is the place of the file's word in the shared memory.
-        self.word = self.map.word(reply.slot);
+        self.change_word = self.map.word(reply.slot);
         self.stamp = reply.stamp;
         self.size = reply.size;
-        self.last_bytes = reply.end.saturating_sub(self.end);
+        self.last_answer_bytes = reply.end.saturating_sub(self.end);
         self.end = self.end.max(reply.end);
         self.prolong_validity(reply, requested_ns);
-        (is_first_answer || is_unchanged) && self.word.is_some()
+        (is_first_answer || is_unchanged) && self.change_word.is_some()
     }
 
     /// Prolongs the validity of the list by an answer with the same stamp, which confirms the whole list.
@@ -210,9 +210,9 @@ impl List {
     /// Takes over the files that came with an answer of firnd: open files of the backing, the directory below the
     /// mount.
     ///
-    /// Extents (ranges of bytes) in the backing name such a file by its index in the answer. This function replaces it
-    /// by the file's index in the list, for all extents from `first_extent` on. If the list has no room for the file,
-    /// they get `NO_FILE`, and the fallback (the kernel or firnd) reads their bytes.
+    /// In an extent (a range of bytes) in the backing, the field `chunk` names such a file by its index in the answer.
+    /// This function replaces it by the file's index in the list, for all extents from `first_extent` on. If the list
+    /// has no room for the file, they get `NO_FILE`, and the fallback (the kernel or firnd) reads their bytes.
     fn adopt_files(&mut self, files: &mut Files, first_extent: usize, owner: c_int) {
         const NO_FILE: u32 = u32::MAX;
         let mut list_indices = [NO_FILE; firn_format::data_socket::FILES_MAX];
@@ -293,7 +293,7 @@ impl List {
             // SAFETY: `index` is that of a file in the list.
             unsafe { self.files_start().add(index).write(file) };
         } else {
-            self.word = None;
+            self.change_word = None;
         }
     }
 
@@ -312,19 +312,20 @@ impl List {
         (self.start..self.end).contains(&offset)
     }
 
-    /// Prepares the list for a read at `offset`, outside of the part of the file that the list covers. Returns false if
-    /// that is not worthwhile, so that the fallback (the kernel or firnd) serves the read.
+    /// Prepares the list for a read at `offset`, outside of the part of the file that the list covers. The list keeps
+    /// that part or forgets it; the caller then extends it. Returns false if neither is worthwhile, so that the
+    /// fallback (the kernel or firnd) serves the read.
     ///
     /// A list says where the bytes of one part of the file are. If the read is near the end of the part, the caller
     /// extends the list up to there. Otherwise the list may forget the part and begin anew: at 0 if it has room for the
     /// whole file, else at `offset`.
-    fn prepare_extension(&mut self, offset: u64) -> bool {
+    fn restart_or_extend(&mut self, offset: u64) -> bool {
         let known_bytes = (self.end - self.start).max(1);
         // The whole file has about this many extents (ranges with one place each), if they are alike everywhere.
         let expected_count = (self.count as u64).saturating_mul(self.size.div_ceil(known_bytes));
         let whole_file_fits = expected_count <= (LIST_MAX - EXTENTS_MAX) as u64;
         if offset >= self.end && self.has_capacity() {
-            let is_near = offset - self.end <= self.last_bytes.max(NEAR_BYTES);
+            let is_near = offset - self.end <= self.last_answer_bytes.max(NEAR_BYTES);
             if is_near || whole_file_fits {
                 return true;
             }
@@ -377,7 +378,7 @@ impl List {
     /// Whether the file is unchanged since it was listed. A reader calls it after it has copied bytes.
     fn is_current(&self) -> bool {
         fence(Ordering::Acquire);
-        self.word
+        self.change_word
             .is_some_and(|word| word.load(Ordering::Relaxed) == self.stamp)
     }
 

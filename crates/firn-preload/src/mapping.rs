@@ -256,6 +256,7 @@ pub(crate) fn record_unmapped(address: *const c_void, len: usize) {
     if USED.load(Ordering::Acquire) == 0 {
         return;
     }
+    // A mapping that only loses its middle keeps its record, because the record also covers both remaining parts.
     let unmapped = address as usize..(address as usize).saturating_add(len);
     for slot in &MAPPINGS {
         let (start, end) = slot.range();
@@ -268,7 +269,7 @@ pub(crate) fn record_unmapped(address: *const c_void, len: usize) {
         if loses_start && loses_end {
             slot.end_mapping(start);
         } else if loses_start {
-            // Another thread that changes the slot at the same time wins.
+            // If another thread has changed the slot since `range`, that change stays.
             let _ = slot.start.compare_exchange(
                 start,
                 unmapped.end,
@@ -312,7 +313,7 @@ pub(crate) fn record_moved(
 }
 
 impl Slot {
-    /// Returns the begin and the end of the mapping, in whole pages.
+    /// Returns the beginning and the end of the mapping, in whole pages.
     fn range(&self) -> (usize, usize) {
         let start = self.start.load(Ordering::Acquire);
         let end = self.end.load(Ordering::Acquire);

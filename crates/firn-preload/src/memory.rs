@@ -216,7 +216,7 @@ impl<'a> Run<'a, Readable> {
 }
 
 impl<'a> Run<'a, Writable> {
-    /// Copies bytes of the arena to the begin of the run. With `bypass_caches` the stores go past the processor's
+    /// Copies bytes of the arena to the beginning of the run. With `bypass_caches` the stores go past the processor's
     /// caches.
     pub(crate) fn copy_from_arena(self, source: ArenaBytes, bypass_caches: bool) {
         let len = self.len.min(source.len());

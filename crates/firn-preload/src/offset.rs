@@ -13,7 +13,7 @@
 use std::ffi::c_int;
 use std::sync::atomic::Ordering;
 
-use crate::handled::Handled;
+use crate::outcome::CallOutcome;
 use crate::sys;
 use crate::table::{self, Entry, LockedEntry};
 
@@ -252,7 +252,7 @@ pub(crate) fn seek_in_handler(
     offset: i64,
     whence: c_int,
     seek_in_file: impl FnOnce() -> Result<usize, c_int>,
-) -> Handled {
+) -> CallOutcome {
     let current = entry.offset.load(Ordering::Relaxed) as i64;
     let target = match whence {
         libc::SEEK_SET => Ok(offset),
@@ -262,9 +262,9 @@ pub(crate) fn seek_in_handler(
     let new_offset = match target.map(usize::try_from) {
         Ok(Ok(new_offset)) => new_offset,
         // The offset would be negative.
-        Ok(Err(_)) => return Handled::from_errno(libc::EINVAL),
-        Err(errno) => return Handled::from_errno(errno),
+        Ok(Err(_)) => return CallOutcome::from_errno(libc::EINVAL),
+        Err(errno) => return CallOutcome::from_errno(errno),
     };
     entry.offset.store(new_offset as u64, Ordering::Relaxed);
-    Handled::Done(new_offset as isize)
+    CallOutcome::Done(new_offset as isize)
 }

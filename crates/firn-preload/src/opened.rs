@@ -37,8 +37,8 @@ pub(crate) enum NewDescriptor {
     Stub,
     /// A stub that cannot be used, with the errno for the program.
     UnusableStub(c_int),
-    /// No stub.
-    Other,
+    /// Any other file, also a file of a mount.
+    NotStub,
 }
 
 /// Registers a new descriptor that was opened with `flags`, so that later calls may use direct access to shared memory.
@@ -51,18 +51,18 @@ pub(crate) fn register_opened_fd(
     opened_by: OpenedBy,
 ) -> NewDescriptor {
     if fd < 0 || ACTIVE.load(Ordering::Relaxed) == 0 {
-        return NewDescriptor::Other;
+        return NewDescriptor::NotStub;
     }
     // Drops the state of an earlier file of this number, which was closed by a call that no hook saw.
     if table::descriptor_tag(fd) != tag::ORDINARY {
         forget_closed_descriptor(fd);
     }
     let Some((identity, mode)) = sys::identity(fd) else {
-        return NewDescriptor::Other;
+        return NewDescriptor::NotStub;
     };
     let is_regular = mode & libc::S_IFMT == libc::S_IFREG;
     if !is_regular || is_path_or_directory(flags) {
-        return NewDescriptor::Other;
+        return NewDescriptor::NotStub;
     }
     match stub::register_open(fd, identity.device, flags) {
         Ok(true) => return NewDescriptor::Stub,
@@ -70,13 +70,13 @@ pub(crate) fn register_opened_fd(
         Ok(false) => {}
     }
     let Some(token) = devices::token_on_mount(fd, identity.device) else {
-        return NewDescriptor::Other;
+        return NewDescriptor::NotStub;
     };
     match reason_against_direct_access(fd, flags, opened_by) {
         Some(reason) => report::count_left(reason),
         None => register_mount_file(fd, flags, identity, token, sharing_before_open),
     }
-    NewDescriptor::Other
+    NewDescriptor::NotStub
 }
 
 /// Whether flags of open(2) let a descriptor only name a file, or open a directory only.

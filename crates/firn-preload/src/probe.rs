@@ -1,12 +1,13 @@
-//! Finds bad pointers before bytes are copied, so that calls return EFAULT as they do without the library.
+//! Finds invalid pointers before bytes are copied, so that calls return EFAULT as they do without the library.
 //!
-//! The kernel checks each page that it copies. A copy in the process itself dies of SIGSEGV at the first bad page. So
-//! the kernel is asked about the first and the last page of a buffer, and of an array of vectors. Good pages are
-//! remembered, so that each is asked about once. A call with a bad page goes to the kernel, which returns EFAULT or
-//! copies the bytes before that page.
+//! The kernel checks each page that it copies. A copy in the process itself dies of SIGSEGV at the first inaccessible
+//! page. So the kernel is asked about the first and the last page of a buffer, and of an array of vectors. Accessible
+//! pages are remembered, so that each is asked about once. A call with an inaccessible page goes to the kernel, which
+//! returns EFAULT or copies the bytes before that page.
 //!
-//! Two kinds of bad pages are not found: those between good ones, and those that the C library itself has unmapped
-//! since (free(3), the end of a thread). Pages that the program unmaps or protects are found, because hooks see that.
+//! Two kinds of inaccessible pages are not found: those between accessible ones, and those that the C library itself
+//! has unmapped since (free(3), the end of a thread). Pages that the program unmaps or protects are found, because
+//! hooks see that.
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
@@ -15,11 +16,13 @@ use crate::sys::syscall;
 
 /// Writes of fewer bytes may take the fast path.
 const SHORT_BYTES_MAX: usize = 128 << 10;
-/// An invalid value of `how` for sigprocmask(2). The kernel reads the set, finds this value, and does nothing.
+/// An invalid value of `how` for sigprocmask(2); any but 0, 1 and 2 would do. The kernel reads the set, finds this
+/// value, and does nothing.
 const NO_SUCH_HOW: usize = 77;
 /// Size of a set of signals.
 const SET_BYTES: usize = 8;
-/// Operation of futex(2) that adds 0 to the second word, and then compares it with the lowest number.
+/// Operation of FUTEX_WAKE_OP: adds 0 to the second word, and then tests whether it was less than 0x800. This means
+/// -2048, the lowest number that the 12 bits of the operand can express.
 const ADD_NOTHING: usize =
     (libc::FUTEX_OP_ADD as usize) << 28 | (libc::FUTEX_OP_CMP_LT as usize) << 24 | 0x800;
 
@@ -28,8 +31,8 @@ const PAGE: usize = 4096;
 /// Number of remembered pages: 1 MiB of buffers, in 2 KiB of memory.
 const PAGES: usize = 256;
 
-/// The pages that the kernel has found good, each in the slot of its number modulo [`PAGES`]. A slot has the address of
-/// the page, and in the low bits the [`ERA`] in which the page was good.
+/// The pages that the kernel has found accessible, each in the slot of its number modulo [`PAGES`]. A slot has the
+/// address of the page, and in the low bits the [`ERA`] in which the page was accessible.
 struct Pages {
     slots: [AtomicUsize; PAGES],
 }
@@ -39,11 +42,11 @@ static READABLE: Pages = Pages::new();
 /// Pages to which the program can write.
 static WRITABLE: Pages = Pages::new();
 
-/// Number of the current era. A new era begins when good pages may have become bad. Its low bits are never all 0, so
-/// that an empty slot matches no page.
+/// Number of the current era. A new era begins when accessible pages may have become inaccessible. Its low bits are
+/// never all 0, so that an empty slot matches no page.
 static ERA: AtomicUsize = AtomicUsize::new(1);
 
-/// Forgets all good pages, because the program has unmapped or protected memory.
+/// Forgets all accessible pages, because the program has unmapped or protected memory.
 pub(crate) fn forget_pages() {
     let era = ERA.fetch_add(1, Ordering::SeqCst).wrapping_add(1);
     if era.is_multiple_of(PAGE) {
@@ -58,7 +61,8 @@ impl Pages {
         }
     }
 
-    /// Whether the first and the last page of a buffer are good. `probe` is asked about pages that are not remembered.
+    /// Whether the first and the last page of a buffer are accessible. `probe` is asked about pages that are not
+    /// remembered.
     #[inline(always)]
     fn has_ends_of(&self, data: usize, len: usize, probe: fn(usize) -> bool) -> bool {
         if len == 0 {
@@ -72,7 +76,7 @@ impl Pages {
         self.has_page(first, probe) && (first == last || self.has_page(last, probe))
     }
 
-    /// Whether a page is good.
+    /// Whether a page is accessible.
     #[inline(always)]
     fn has_page(&self, page: usize, probe: fn(usize) -> bool) -> bool {
         let era = ERA.load(Ordering::Relaxed) % PAGE;
@@ -83,7 +87,7 @@ impl Pages {
     }
 }
 
-/// Probes a page, and remembers it if it is good.
+/// Probes a page, and remembers it if it is accessible.
 #[cold]
 fn remember(slot: &AtomicUsize, page_and_era: usize, probe: fn(usize) -> bool) -> bool {
     let is_accessible = probe(page_and_era & !(PAGE - 1));
@@ -113,7 +117,7 @@ pub(crate) fn is_writable(data: *mut c_void, len: usize) -> bool {
 
 /// Asks the kernel whether a page can be read, which takes 0.1 to 0.2 µs.
 fn can_read(page: usize) -> bool {
-    // The set is not at the begin of the page, because the first page begins at NULL, which means no set.
+    // The set is not at the beginning of the page, because the first page begins at NULL, which means no set.
     // SAFETY: the kernel reads eight bytes, and changes nothing.
     let result = unsafe {
         syscall!(

@@ -53,7 +53,7 @@ counted! {
         Revoked = "firnd revoked the lease",
         Read = "read while open for writing",
         Shared = "shared by dup, fork, exec, mmap or SCM_RIGHTS",
-        Nothing = "no bytes of the file in the arena",
+        NoExtents = "no bytes of the file in the arena",
         Changed = "the file changed while it was read",
     }
 }

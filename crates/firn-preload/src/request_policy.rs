@@ -17,7 +17,8 @@ pub(crate) const CALL_BYTES_MIN: u64 = 8 << 10;
 /// 95 µs. A write of 64 KiB through the kernel takes 9 to 12 µs longer than a direct write, so eight such writes cost
 /// as much.
 const UNCONNECTED_DIVISOR: u64 = 8;
-/// The number of bytes in use: [`DIRECT_AFTER_BYTES`], unless an environment variable sets another.
+/// The bytes before the first request that are in effect: [`DIRECT_AFTER_BYTES`], unless an environment variable sets
+/// another number.
 static DIRECT_AFTER: AtomicU64 = AtomicU64::new(DIRECT_AFTER_BYTES);
 
 /// Sets the bytes that are moved before the first request to firnd, from the text of an environment variable. It is
@@ -32,9 +33,9 @@ pub(crate) fn set_direct_after(bytes: Option<&[u8]>) {
 /// Bytes that the fallback (the kernel, or firnd by requests) moves before firnd is asked again, after the first grant
 /// that ended early. Each further such grant doubles this number.
 const RETRY_BYTES_MIN: u64 = 128 << 10;
-/// Maximum of this number of bytes. A grant that moves as many bytes has paid off.
+/// Maximum of the bytes before a repeated request ([`RETRY_BYTES_MIN`]). A grant that moves as many bytes has paid off.
 pub(crate) const RETRY_BYTES_MAX: u64 = 8 << 20;
-/// Maximum number of times that this number of bytes doubles.
+/// Maximum number of times that [`RETRY_BYTES_MIN`] doubles.
 const DOUBLINGS_MAX: u32 = 6;
 /// Bytes that the fallback moves before firnd is asked again if the arena (the shared memory) had no room. The write of
 /// bytes from there to the disk frees about as many.

@@ -13,7 +13,7 @@ use crate::vfork::{self, is_vfork_child};
 use crate::{connect, sharing};
 
 /// Prepares a descriptor to be shared with another process or descriptor: its private offset goes back to the kernel.
-pub(crate) fn share_descriptor(fd: c_int) {
+pub(crate) fn prepare_to_share(fd: c_int) {
     if table::descriptor_tag(fd) == tag::STUB {
         return stub::share_offset(fd);
     }
@@ -36,7 +36,7 @@ pub(crate) fn begin_sharing() {
     }
     sharing::count_begin();
     for fd in table::tagged_fds(0, u32::MAX) {
-        share_descriptor(fd);
+        prepare_to_share(fd);
     }
 }
 
@@ -49,14 +49,16 @@ pub(crate) fn end_sharing() {
 
 /// Prepares all descriptors for a call that does not return here if it succeeds, such as execl(3). If it fails, it
 /// usually fails before anything is shared.
-pub(crate) fn share_all() {
+pub(crate) fn prepare_for_exec() {
     begin_sharing();
     end_sharing();
 }
 
+/// Maximum number of sockets that a process has, one for each arena.
+const SOCKETS_MAX: usize = 4;
 /// Sockets of the parent that a child of fork(2) must close. They are stored here, because the child finds an empty
 /// table.
-static INHERITED: [AtomicI32; 4] = [const { AtomicI32::new(-1) }; 4];
+static INHERITED: [AtomicI32; SOCKETS_MAX] = [const { AtomicI32::new(-1) }; SOCKETS_MAX];
 
 /// Runs before fork(2).
 pub(crate) extern "C" fn before_fork() {
@@ -128,7 +130,7 @@ pub(crate) unsafe fn share_sent_descriptors(message: *const libc::msghdr) {
                 for index in 0..data_bytes / size_of::<c_int>() {
                     let fd = fds.add(index).read_unaligned();
                     if table::descriptor_tag(fd) != tag::ORDINARY {
-                        share_descriptor(fd);
+                        prepare_to_share(fd);
                     }
                 }
             }

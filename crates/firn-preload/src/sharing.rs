@@ -29,7 +29,7 @@ pub(crate) fn wipe_on_fork() -> bool {
     SHARING.wipe_on_fork()
 }
 
-/// Counts the begin of a call that copies all descriptors.
+/// Counts the beginning of a call that copies all descriptors.
 pub(crate) fn count_begin() {
     SHARING.under_way.fetch_add(1, Ordering::SeqCst);
     SHARING.total.fetch_add(1, Ordering::SeqCst);

@@ -25,7 +25,7 @@ static END: extern "C" fn() = end;
 /// read only after the check that it is the GNU C library.
 extern "C" fn start(_argc: c_int, argv: *const *const c_char, envp: *const *const c_char) {
     real::resolve();
-    if !c_library::is_gnu() {
+    if !c_library::is_glibc() {
         return;
     }
     lock::find_one_thread_byte();
@@ -37,12 +37,14 @@ extern "C" fn start(_argc: c_int, argv: *const *const c_char, envp: *const *cons
             is_own_program(argv),
         )
     };
-    if off == Some(b"off") || is_firnd || !wipe_all_on_fork() {
+    let is_switched_off = off == Some(b"off");
+    if is_switched_off || is_firnd || !wipe_all_on_fork() {
         return;
     }
     if report.is_some_and(|value| !value.is_empty() && value != b"0") {
         report::count_calls();
     }
+    // A private offset must go back to the kernel before a fork, so without these handlers the library stays inactive.
     let sees_forks = c_library::register_at_fork(
         share::before_fork,
         share::after_fork,
@@ -60,6 +62,7 @@ extern "C" fn start(_argc: c_int, argv: *const *const c_char, envp: *const *cons
     firn_direct::processor::take_from_c_library();
     stub::set_wait_limit(wait);
     request_policy::set_direct_after(direct_after);
+    // Hooks serve calls from here on, so everything that they use is set before.
     ACTIVE.store(u32::from(sees_forks), Ordering::Release);
     if sees_forks {
         stub::find_inherited();

@@ -1,5 +1,5 @@
-//! Finds the *stub trees* of this host: directories of empty files (stubs). A daemon firnd has their bytes. Each firnd
-//! describes its tree in a file of the runtime directory.
+//! Finds the *stub trees* of this host: directories of empty files (*stubs*), with their bytes in a daemon, firnd. Each
+//! firnd describes its tree in a file of the runtime directory.
 //!
 //! A process reads the directory at its start. It reads the directory again when it finds an unknown file system that
 //! may be a tmpfs, unless the directory is unchanged. Children of fork(2) read it anew.
@@ -27,11 +27,11 @@ use crate::wiped::Wiped;
 
 /// Maximum number of trees that one process knows.
 const TREES_COUNT: usize = 4;
-/// Bytes of the longest path of the runtime directory, with the zero byte at its end.
-const DIR_BYTES: usize = DIR_BYTES_MAX + 1;
 /// Bytes of the longest path that `firn` accepts: the 107 bytes of a socket's path (unix(7)) without `/` and
 /// `KEY.sock`.
-const DIR_BYTES_MAX: usize = 107 - 22;
+const DIR_BYTES_MAX: usize = 107 - "/0123456789abcdef.sock".len();
+/// Bytes of the longest path of the runtime directory, with the zero byte at its end.
+const DIR_BYTES: usize = DIR_BYTES_MAX + 1;
 /// Bytes of a buffer for a short prefix, a number and a zero byte.
 const NUMBERED_TEXT_BYTES: usize = 32;
 /// A description without a tree.

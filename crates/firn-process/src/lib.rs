@@ -271,6 +271,8 @@ impl Streams<'_> {
         };
         Ok(Readiness {
             has_ended: is_ready(0),
+            // Without an output pipe, the entry at `output_index` is that of the input pipe. At `input_index` there is
+            // the input pipe or nothing.
             can_read: self.output_reader.is_some() && is_ready(output_index),
             can_write: is_ready(input_index),
         })

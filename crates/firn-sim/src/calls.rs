@@ -317,6 +317,7 @@ impl Disk {
     /// with ENOSPC if none has.
     fn writable_bytes(&mut self, ino: u64, offset: u64, len: u64) -> Result<u64> {
         let Some(free_bytes) = self.free_bytes() else {
+            // The capacity is unlimited.
             return Ok(len);
         };
         let data = &self.inode(ino)?.data;
@@ -324,7 +325,7 @@ impl Disk {
         if has_space(len) {
             return Ok(len);
         }
-        // Tries ever more bytes, up to the end of each page.
+        // Adds one page after the other, as long as the disk has space for all missing pages up to its end.
         let mut writable = 0;
         let mut up_to_page_end = PAGE_BYTES - offset % PAGE_BYTES;
         while up_to_page_end < len && has_space(up_to_page_end) {
@@ -457,13 +458,14 @@ impl Names for SimBacking {
         if inode.nlink == 0 {
             return Err(Errno::NOENT);
         }
-        disk.change(&[NewName {
+        disk.apply_name_changes(&[NewName {
             dir: parent.ino,
             name,
             ino: Some(object.ino),
         }]);
         self.record_creation(disk, parent.ino, object.ino);
-        // Where syncfs(2) has no effect, an unsynced object is found by any of its names.
+        // Where syncfs(2) has no effect, unsynced objects are opened by a path to sync each. So the new path is
+        // recorded.
         if self.is_synced_one_by_one()
             && let Some(path) = path_of_entry(disk.path_of(parent.ino), name)
         {
@@ -502,6 +504,7 @@ impl Names for SimBacking {
         rename(disk, from, to, flags)?;
         // Where syncfs(2) has no effect, unsynced objects are found by their paths, which a rename changes.
         if self.is_synced_one_by_one() {
+            // The record wants each rename to begin and end. This one is over already, under the lock of the disk.
             let ticket = self.unsynced.begin_rename();
             let is_exchange = flags.contains(RenameFlags::EXCHANGE);
             let from = path_of_entry(disk.path_of(parent.ino), name);
@@ -565,8 +568,8 @@ impl Names for SimBacking {
 }
 
 impl Attributes for SimBacking {
-    /// Returns the attributes of an object, as stat(2) does. `Freshness::Known` may return old ones, as a client's
-    /// cache.
+    /// Returns the attributes of an object, as stat(2) does. With `Freshness::Known` they may be old, as those in
+    /// the cache of a network client are.
     fn stat(&self, target: TargetOf<'_, Self>, freshness: Freshness) -> Result<Attr> {
         let ino = match target {
             Target::Inode(object) => object.ino,
@@ -578,7 +581,7 @@ impl Attributes for SimBacking {
         };
         let disk = &self.begin_step(op)?.disk;
         let attr = disk.inode(ino)?.attr(ino, disk.device);
-        // Attributes may be old ones, as from a client's cache.
+        // `Lag` simulates the cache of a network client.
         let mut lag = self.lag.lock();
         Ok(match freshness {
             Freshness::Known => lag.attr(attr),

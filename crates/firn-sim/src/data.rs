@@ -107,23 +107,24 @@ impl Data {
         }
     }
 
-    /// Returns the first offset, from `offset` on, that is in a page (`data`) or in a hole (`!data`). The end of the
-    /// file is a hole. Returns `None` if there is no such offset.
-    pub(super) fn seek(&self, offset: u64, data: bool) -> Option<u64> {
+    /// Returns the first offset, from `offset` on, that is in a page (with `wants_data`) or else in a hole. Every
+    /// file has a hole at its end. Returns `None` if there is no such offset.
+    pub(super) fn seek(&self, offset: u64, wants_data: bool) -> Option<u64> {
         let mut position = offset;
         while position < self.size {
             let page = position / PAGE_BYTES;
-            if self.pages.contains_key(&page) == data {
+            if self.pages.contains_key(&page) == wants_data {
                 return Some(position);
             }
-            let next_page = if data {
+            let next_page = if wants_data {
                 *self.pages.range(page..).next()?.0
             } else {
                 page + 1
             };
             position = next_page * PAGE_BYTES;
         }
-        let is_hole_at_end = !data && offset < self.size;
+        // The hole at the end is found only from within the file, as by lseek(2).
+        let is_hole_at_end = !wants_data && offset < self.size;
         is_hole_at_end.then_some(self.size)
     }
 

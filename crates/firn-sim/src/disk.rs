@@ -254,7 +254,7 @@ impl Disk {
         let ino = self.next_ino;
         self.next_ino += 1;
         self.inodes.insert(ino, inode);
-        self.change(&[NewName {
+        self.apply_name_changes(&[NewName {
             dir: parent,
             name,
             ino: Some(ino),
@@ -264,8 +264,9 @@ impl Disk {
 
     /// Changes several names in one step: each gets an object, or is removed. Updates link counts, parents and times.
     /// The change is logged as not durable yet.
-    pub(super) fn change(&mut self, new_names: &[NewName<'_>]) {
+    pub(super) fn apply_name_changes(&mut self, new_names: &[NewName<'_>]) {
         let now = self.now();
+        // Old names go first, so that each name has at most one object, also in an exchange.
         let mut removed_names = Vec::new();
         for new_name in new_names {
             let dir = self.inodes.get_mut(&new_name.dir);

@@ -12,10 +12,12 @@ use rand::{RngExt, SeedableRng};
 use super::disk::{Disk, Inode, Inodes, NewName, ROOT};
 use firn_backing::Kind;
 
-/// An item that a change of names modifies or relies on.
+/// A part of the tree that a change of names modifies or relies on.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
 enum NameItem {
+    /// A name in a directory, which has this inode number.
     Name(u64, OsString),
+    /// The object with this inode number.
     Object(u64),
     /// The set of names in a directory. Before the directory is removed, the set must be empty.
     Contents(u64),
@@ -64,6 +66,7 @@ impl NameChange {
             let name = name.to_owned();
             change.modifies.insert(NameItem::Name(dir, name.clone()));
             change.modifies.insert(NameItem::Contents(dir));
+            // The directory of the name must exist.
             change.requires.insert(NameItem::Object(dir));
             change.names.push(ChangedName { dir, name, ino });
             if let Some(ino) = ino {
@@ -74,6 +77,7 @@ impl NameChange {
         }
         for ino in replaced_objects {
             change.modifies.insert(NameItem::Object(ino));
+            // A directory must be empty before it is removed.
             change.requires.insert(NameItem::Contents(ino));
         }
         change
@@ -140,6 +144,7 @@ impl Disk {
                 unsynced_changes.push(change);
                 continue;
             }
+            // Earlier changes of the same name or object become durable too, such as the creation before a rename.
             wanted_items.extend(change.ordered_items().cloned());
             wanted_items.extend(change.requires.iter().cloned());
             durable_changes.push(change);
@@ -151,8 +156,8 @@ impl Disk {
         }
     }
 
-    /// Makes the attributes of a directory durable, and those of its entries that cannot be synced themselves, such as
-    /// links.
+    /// Makes the attributes of a directory durable, and those of its entries that no fsync(2) reaches: symbolic links
+    /// and special files.
     pub(super) fn sync_attributes(&mut self, dir: u64) {
         let Some(dir_inode) = self.inodes.get(&dir) else {
             return;
@@ -160,8 +165,9 @@ impl Disk {
         let mut synced_objects = vec![dir];
         for (ino, _) in dir_inode.entries.values() {
             let kind = self.inodes.get(ino).map(Inode::kind);
-            let can_be_synced = matches!(kind, None | Some(Kind::File | Kind::Dir));
-            if !can_be_synced {
+            // `None`: the object does not exist, so nothing is left to sync.
+            let has_own_fsync = matches!(kind, None | Some(Kind::File | Kind::Dir));
+            if !has_own_fsync {
                 synced_objects.push(*ino);
             }
         }
@@ -205,8 +211,8 @@ impl Disk {
     }
 }
 
-/// After a power failure, makes the rest of the inodes consistent with the names that are left: link counts, parents
-/// and cookies. Removes the objects without a name.
+/// Repairs the inodes after a power failure, when names were lost. Removes each object that has no name any more, and
+/// sets the link counts, parents and cookies of the others by the names that survived.
 fn make_consistent(inodes: &mut Inodes) {
     let links = count_links(inodes).expect("changes are applied with the objects they name");
     inodes.retain(|ino, _| links.contains_key(ino));

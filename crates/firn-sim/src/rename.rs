@@ -24,7 +24,8 @@ impl<'a> DirEntryName<'a> {
     }
 }
 
-/// Renames `from` to `to`, or exchanges the two, with the errors of renameat2(2).
+/// Renames `from` to `to`, or exchanges the two, with the errors of renameat2(2). If a call has several errors, the
+/// order of the checks decides which of them it returns.
 pub(super) fn rename(
     disk: &mut Disk,
     from: DirEntryName<'_>,
@@ -49,7 +50,7 @@ pub(super) fn rename(
         return Err(Errno::NOENT);
     }
     if is_exchange {
-        disk.change(&[from.set_to(replaced), to.set_to(Some(renamed))]);
+        disk.apply_name_changes(&[from.set_to(replaced), to.set_to(Some(renamed))]);
         return Ok(());
     }
     if let Some(replaced) = replaced {
@@ -60,7 +61,7 @@ pub(super) fn rename(
     } else {
         None
     };
-    disk.change(&[from.set_to(whiteout), to.set_to(Some(renamed))]);
+    disk.apply_name_changes(&[from.set_to(whiteout), to.set_to(Some(renamed))]);
     Ok(())
 }
 

@@ -373,7 +373,7 @@ fn rename_exchanges_two_names<B: Backing>(backing: &B) {
     assert_eq!(read_by_name(backing, "d"), b"a");
 }
 
-/// The inode of a directory stays usable when the directory gets another name.
+/// Exchanges a file and a directory, and renames both again. The inode of the directory stays usable.
 fn exchanged_objects_are_renamed_again<B: Backing>(backing: &B) {
     let top = backing.root();
     let no_flags = RenameFlags::empty();
@@ -382,11 +382,13 @@ fn exchanged_objects_are_renamed_again<B: Backing>(backing: &B) {
     let dir = create_dir(backing, "d");
     let exchanged = rename_in_top(backing, "a", "d", RenameFlags::EXCHANGE);
     assert_eq!(exchanged, Ok(()));
+    // Now `a` is the directory, and `d` is the file with the byte "a".
     assert_eq!(rename_in_top(backing, "d", "b", no_flags), Ok(()));
     assert_eq!(read_by_name(backing, "b"), b"a");
     backing
         .rename(&top, os("b"), &dir, os("b"), no_flags)
         .expect("move into the directory");
+    // The directory `a` has an entry, so no other directory can replace it.
     create_dir(backing, "e");
     let renamed = rename_in_top(backing, "e", "a", no_flags);
     assert_eq!(renamed.err(), Some(Errno::NOTEMPTY));
@@ -770,20 +772,21 @@ fn exclusive_locks_exclude_all_others<B: Backing>(backing: &B) {
 /// Another name leads to the same file and its lock. Removing a name does not remove the lock.
 fn locks_belong_to_the_file_and_not_to_its_name<B: Backing>(backing: &B) {
     let top = backing.root();
-    let (inode, first) = create_file(backing, "c", b"");
-    let second = open_to_lock(backing, &inode);
-    assert_eq!(backing.try_lock(&first, LockMode::Exclusive), Ok(true));
+    let (inode, holder) = create_file(backing, "c", b"");
+    let by_inode = open_to_lock(backing, &inode);
+    assert_eq!(backing.try_lock(&holder, LockMode::Exclusive), Ok(true));
     backing.link(&inode, &top, os("d")).expect("link");
     backing.unlink(&top, os("c")).expect("unlink");
-    assert_eq!(backing.try_lock(&second, LockMode::Exclusive), Ok(false));
-    drop(first);
-    let third = open_to_lock(backing, &inode);
-    assert_eq!(backing.try_lock(&second, LockMode::Shared), Ok(true));
-    assert_eq!(backing.try_lock(&third, LockMode::Shared), Ok(true));
-    drop(third);
-    let fourth = open_to_lock(backing, &inode);
-    assert_eq!(backing.try_lock(&fourth, LockMode::Exclusive), Ok(false));
-    drop((second, fourth));
+    assert_eq!(backing.try_lock(&by_inode, LockMode::Exclusive), Ok(false));
+    // Without the holder, others get the lock.
+    drop(holder);
+    let sharer = open_to_lock(backing, &inode);
+    assert_eq!(backing.try_lock(&by_inode, LockMode::Shared), Ok(true));
+    assert_eq!(backing.try_lock(&sharer, LockMode::Shared), Ok(true));
+    drop(sharer);
+    let late = open_to_lock(backing, &inode);
+    assert_eq!(backing.try_lock(&late, LockMode::Exclusive), Ok(false));
+    drop((by_inode, late));
     // A lock ends when its file is closed.
     for _ in 0..2 {
         let file = open_to_lock(backing, &inode);

@@ -54,7 +54,8 @@ impl<B: Backing> Tree<B> {
             let dir_path = dir.path.clone();
             let dir_inode = self.find(&dir_path)?.inode;
             for name in self.names_in(dir_inode.inode)? {
-                // This directory has Firn's own files, so it gets no stub.
+                // The directory of Firn's own files gets no stub. Files of an earlier tree that have no name are set
+                // aside.
                 if dir_path.is_empty() && name == ".firn" {
                     self.set_unnamed_aside()?;
                     continue;

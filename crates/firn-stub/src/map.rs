@@ -178,9 +178,11 @@ impl SavedMap {
     }
 
     /// Repeats the change of one record of the log, given as its fields: the kind letter first. `A` adds a stub, `D`
-    /// deletes a path, `M` moves paths, `F` marks the tree as filled. Ignores a record that it does not know.
+    /// deletes a path, `M` moves paths, `F` marks the tree as filled. Ignores a record that it does not know or cannot
+    /// parse.
     fn apply(&mut self, fields: &[&[u8]]) {
-        // Only these changes are made in the backing after they are logged, so the last one may be missing there.
+        // Only these two kinds of changes are made in the backing after they are logged, so the last one may be missing
+        // there.
         self.last_change = match *fields {
             [b"A", _, _, path] => Some(LoggedChange::Added(path.to_vec())),
             [b"M", from, to] => Some(LoggedChange::Moved(from.to_vec(), to.to_vec())),
@@ -235,17 +237,18 @@ impl Map {
 
     /// Writes a new log with the whole map (which stub is at which path), and replaces the old log by it with a rename.
     ///
-    /// Later changes go to the new log. Until the rename, the old log remains complete. `is_filled`: the tree has stubs
+    /// Later changes go to the new log, also if this function fails after it has created it. Until the rename, the old
+    /// log remains complete. `is_filled`: the tree has stubs
     /// for everything, so programs may have used it.
     fn rewrite_log(&mut self, head: &LogHead, is_filled: bool) -> io::Result<()> {
         self.log = create_new_log(&self.path)?;
         self.append(&[b"H", &head.backing, format_id(head.root).as_bytes()])?;
-        let mut kind_by_path = Vec::with_capacity(self.paths.id_by_path.len());
+        let mut entries = Vec::with_capacity(self.paths.id_by_path.len());
         for (path, id) in &self.paths.id_by_path {
             let kind = self.get(*id).map_or(Kind::File, |mapped| mapped.kind);
-            kind_by_path.push((path.clone(), *id, kind));
+            entries.push((path.clone(), *id, kind));
         }
-        for (path, id, kind) in kind_by_path {
+        for (path, id, kind) in entries {
             self.append(&[b"A", format_id(id).as_bytes(), kind_letter(kind), &path])?;
         }
         if is_filled {

@@ -73,7 +73,7 @@ impl<B: Backing> Tree<B> {
         // The client's open file must not remain open in firnd, because it may hold locks.
         let path = format!("/proc/self/fd/{}", client_fd.as_raw_fd());
         let fd = open(path.as_str(), OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
-        // `fd` has no such locks.
+        // `fd`, which was opened with O_PATH, keeps no locks.
         drop(client_fd);
         let stub = self.stub_of_descriptor(&fd)?;
         if self.is_closed() {
@@ -81,8 +81,8 @@ impl<B: Backing> Tree<B> {
         }
         let truncates = flags & libc::O_TRUNC != 0;
         // O_TRUNC must not happen during an append. Appends take this lock exclusively; all other changes share it.
-        let changes_lock = self.changes_of_stub(stub.id).filter(|_| truncates);
-        let _changes_guard = changes_lock.as_ref().map(|changes| changes.lock_shared());
+        let append_lock = self.changes_of_stub(stub.id).filter(|_| truncates);
+        let _append_guard = append_lock.as_ref().map(|changes| changes.lock_shared());
         let mut map = self.map.lock();
         if map.get(stub.id).is_none() {
             if is_repeated && stub.nlink == 0 {
@@ -123,6 +123,7 @@ impl<B: Backing> Tree<B> {
                 mapped.adopted_count += 1;
                 Arc::clone(&mapped.changes)
             }
+            // Not reached, because the stub is in the map.
             None => Arc::default(),
         };
         changes.record_first_size(size);
@@ -207,8 +208,8 @@ impl<B: Backing> Tree<B> {
     /// Creates the file of a stub that is not in the map, and adds the stub to it. The file is in the backing, the
     /// directory that the mount serves. It has a private path there until the name of the stub is synced.
     ///
-    /// `current_path` is the present path of the stub, if it is known. A backing with several places for data chooses
-    /// one by that path. If the file cannot be created, the map is as before.
+    /// `current_path` is the present path of the stub, if it is known. A backing with several places for data (lanes)
+    /// chooses one by that path. If the file cannot be created, the map is as before.
     fn create_file(&self, map: &mut Map, id: StubId, current_path: Option<&[u8]>) -> Result<()> {
         self.create_private_dir()?;
         let placement = match current_path {
@@ -223,12 +224,12 @@ impl<B: Backing> Tree<B> {
         let mode = 0o600;
         let flags = libc::O_RDWR;
         let created = match &placement {
-            Some(later) => self.engine.create_placed(
+            Some(named_place) => self.engine.create_placed(
                 &caller,
                 (dir.inode, name),
                 mode,
                 flags,
-                (later.dir.inode, later.name),
+                (named_place.dir.inode, named_place.name),
             ),
             None => self.engine.create(&caller, dir.inode, name, mode, flags),
         };

@@ -61,8 +61,9 @@ pub enum PlaceError {
 /// Prepares the directory `prefix` for a stub tree, and returns whether a tmpfs was mounted there. `log` is the path of
 /// the log of names that an earlier firnd may have left.
 ///
-/// If `prefix` has the tree that `log` describes, nothing is done. Otherwise `prefix` must be empty, and root mounts a
-/// new tmpfs there if `prefix` is not on one. Fails if `prefix` is then not on a tmpfs with file handles.
+/// If `prefix` has the tree that `log` describes, nothing is done, and it returns false. Otherwise `prefix` must be
+/// empty, and root mounts a new tmpfs there if `prefix` is not on one. Fails if `prefix` is then not on a tmpfs with
+/// file handles.
 pub fn check_place(prefix: &Path, log: &Path) -> Result<bool, PlaceError> {
     let io_error = |source: io::Error| PlaceError::Io {
         prefix: prefix.to_owned(),

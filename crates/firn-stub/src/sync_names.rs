@@ -378,10 +378,13 @@ impl<B: Backing> Tree<B> {
         let is_open = mapped.adopted_count > 0;
         let is_last_path = mapped.paths.len() == 1;
         if is_open && is_private(&stale.path) {
+            // The file has its private name already.
             Ok(())
         } else if is_open && is_last_path {
+            // The last name becomes the private one.
             self.free_path(map, &stale.path, stale.id)
         } else {
+            // The file is not needed, or has other names.
             self.unlink(map, &stale.path)
         }
     }
@@ -395,7 +398,8 @@ impl<B: Backing> Tree<B> {
     /// Whether a stub that the walk of the tree did not find has no name any more. No program may have it open, except
     /// clients that had it *adopted*: firnd, the process that serves the mount, has a descriptor of it for them.
     ///
-    /// `is_quiet`: no rename happened during the walk. It decides only if this process may not open stubs by identity.
+    /// `is_quiet`: no rename happened during the walk. It decides only if this process may not open stubs by identity,
+    /// which needs CAP_DAC_READ_SEARCH.
     fn is_gone(&self, id: StubId, is_quiet: bool) -> bool {
         match id.open(self.root_fd()) {
             // The stub exists: it has a name that the walk missed, or a program has it open.
@@ -502,7 +506,7 @@ impl<B: Backing> Tree<B> {
         )
     }
 
-    /// Gives the object of a stub the stub's path as another name (hard link) in the backing, the directory that the
+    /// Makes a hard link to the object of a stub, at the stub's path in the backing, the directory that the
     /// mount serves. The map, which has each stub's paths there, gets the path first. On an error it is as before.
     fn link(&self, map: &mut Map, stub: &Stub) -> Result<()> {
         let inode = self.inode_of(map, stub.id)?;
@@ -617,15 +621,15 @@ impl<B: Backing> Tree<B> {
             return Ok(());
         };
         self.set_changed_attributes(inode, &stub, &attr)?;
-        let attr_after = if stub.kind == Kind::File {
+        let new_attr = if stub.kind == Kind::File {
             Some(self.engine.namespace.attr(inode, None)?)
         } else {
             None
         };
         if let Some(mapped) = map.get_mut(stub.id) {
             mapped.synced_ctime = Some(stub.ctime);
-            if let Some(attr_after) = attr_after {
-                mapped.shown_mtime = Some(attr_after.mtime);
+            if let Some(new_attr) = new_attr {
+                mapped.shown_mtime = Some(new_attr.mtime);
             }
         }
         Ok(())
@@ -649,8 +653,8 @@ impl<B: Backing> Tree<B> {
             may_lack_set_id_bits = is_owner_changed && stub.mode & SET_ID_BITS != 0;
         }
         if has_other_mode || has_other_owner {
-            // The mode is set after the owner, because a change of the owner clears set-id bits. This is necessary even
-            // if the mode was the same before.
+            // The mode is set after the owner, because a change of the owner clears set-id bits. So a mode with such
+            // bits is set again even if it was the same before.
             let sets_mode = has_other_mode || may_lack_set_id_bits;
             let mode = SetAttr {
                 mode: sets_mode.then_some(stub.mode),
@@ -683,7 +687,6 @@ impl<B: Backing> Tree<B> {
             return Ok(false);
         }
         let Some(access) = self.reach_stub(mapped, id)? else {
-            // The path of the stub is not known now. The sync of its name sets the time.
             return Ok(false);
         };
         let (dir, path, flags) = match &access {
@@ -709,14 +712,14 @@ impl<B: Backing> Tree<B> {
         utimensat(dir, &*path, &only_mtime(mtime), flags)?;
         mapped.shown_mtime = Some(mtime);
         if let Some(ingested) = &mut mapped.ingested {
-            // The change of the time is no write of the kernel.
+            // This change of the time must not look like a write by the kernel.
             ingested.mtime = mtime;
         }
         Ok(true)
     }
 
     /// Returns a way to reach a stub on tmpfs: a descriptor that a client has sent, a path that leads to it now, or for
-    /// root its file handle. Returns `None` if there is no way, such as during a rename.
+    /// root its file handle. They are tried in this order. Returns `None` if there is no way, such as during a rename.
     fn reach_stub(&self, mapped: &MappedStub, id: StubId) -> Result<Option<StubAccess>> {
         let duplicated_fd = self
             .adopted_stubs
@@ -792,8 +795,8 @@ impl<B: Backing> Tree<B> {
             }
             let chunk = buffer.get(..read_bytes).unwrap_or_default();
             // Only the first chunk of a range can begin with zeros that no program wrote.
-            let continues_range = data_start == position && position > 0;
-            let skipped_bytes = if continues_range {
+            let is_later_chunk = data_start == position && position > 0;
+            let skipped_bytes = if is_later_chunk {
                 0
             } else {
                 let leading_zeros = chunk.iter().take_while(|byte| **byte == 0).count();

@@ -447,6 +447,7 @@ fn prepare_root(
     if let Some(saved) = saved {
         let is_this_tree = saved.head == *head;
         if is_this_tree && saved.is_filled {
+            // An earlier firnd has completed this tree.
             return Ok(Some(saved));
         }
         if is_this_tree && !is_root_empty {
@@ -455,7 +456,8 @@ fn prepare_root(
             clear(root).map_err(io_error)?;
             return Ok(None);
         }
-        // It cannot be found out whether another tree still exists, so any private path in its log counts.
+        // If the log is filled here, it is that of another tree. It cannot be found out whether that tree still exists,
+        // so any private path in the log counts.
         let may_have_unsynced_names =
             saved.is_filled && saved.head.backing == head.backing && saved.has_unnamed();
         if is_root_empty && may_have_unsynced_names {

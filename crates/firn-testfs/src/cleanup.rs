@@ -198,7 +198,8 @@ fn end_all_in(namespace: &str) {
     }
 }
 
-/// Kills processes, and waits until each has ended, at most [`END_MAX`]. `pids` has one process id on each line.
+/// Kills processes, and waits until they have ended, for each of them at most [`END_MAX`]. `pids` has one process id on
+/// each line.
 fn end_all(pids: &str) {
     let killed: Vec<OwnedFd> = pids
         .lines()

@@ -3,7 +3,7 @@
 //! So a test gets I/O errors of a file system without the device mapper. If the test kills the server, calls fail with
 //! ENOTCONN, as on a lost network mount.
 //!
-//! The test gives its commands in files ([`Control`]):
+//! The test gives its commands in files ([`Control`]); `PATH` is the path that it chooses for them:
 //! * `PATH` has the name of the errno with which every write and fsync fails (`EIO`, `ENOSPC`, `EDQUOT`, `ESTALE`). If
 //!   it is empty, they succeed.
 //! * `PATH.hang` has an operation and the beginning of a path, relative to the served directory. The operation hangs
@@ -136,6 +136,7 @@ impl Faults {
             return;
         }
         self.control.count_hung().expect("count what hangs");
+        // The lock lets only one of the hanging calls poll the file; the others wait for the lock.
         loop {
             let _watch = self.watch.lock();
             if !self.control.hangs(operation, &path) {

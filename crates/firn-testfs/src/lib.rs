@@ -8,7 +8,7 @@
 //! * [`trace::Trace`] is a policy that records which file is written when.
 //! * [`sink::Sink`] accepts writes and discards their bytes. It shows how fast any server written with `fuser` can be.
 //!
-//! None of them is a file system to keep data in.
+//! None of them is for data that must not be lost.
 
 pub mod cleanup;
 pub mod faults;
@@ -49,7 +49,7 @@ pub enum Caching {
 
 /// Decides before each request whether and when it is served.
 pub trait Policy<B: Backing>: Send + Sync + 'static {
-    /// Returns when a request may be served: `operation` (`lookup`, `write`, …) on `inode`, or on `name` in it. An
+    /// Blocks until a request may be served: `operation` (`lookup`, `write`, …) on `inode`, or on `name` in it. An
     /// error becomes the answer to the request.
     fn admit(
         &self,
@@ -64,8 +64,7 @@ pub trait Policy<B: Backing>: Send + Sync + 'static {
         Cow::Borrowed(name)
     }
 
-    /// Delays the transfer of data of the file with this inode number as long as it should take. By default it takes no
-    /// time.
+    /// Blocks as long as this use of data should take, in the file with this inode number. By default it takes no time.
     fn transfer(&self, _file: u64, _transfer: Transfer) {}
 }
 

@@ -1,6 +1,7 @@
 //! Starts a MooseFS for a test: a master server and chunk servers in a network namespace, and a mount of their files.
 //!
-//! Each server is a process in the foreground. Its files are in a work directory, and nothing is in /etc or /var/lib.
+//! Each server is a process in the foreground. Its files are in a work directory, and none is written to /etc or
+//! /var/lib.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,10 +17,10 @@ use crate::namespace::{Link, Namespace};
 const START_LIMIT: Duration = Duration::from_secs(20);
 /// Advice if a program is missing.
 const PACKAGES: &str = "install moosefs-master, moosefs-chunkserver and moosefs-client";
-/// The number of the master's address; its chunk servers have the next ones.
-const MASTER: u8 = 2;
+/// Last part of the master's address; the chunk servers have the next numbers.
+const MASTER_HOST_NUMBER: u8 = 2;
 /// Where Debian keeps the metadata of an empty file system.
-const EMPTY: &str = "/var/lib/mfs/metadata.mfs.empty";
+const EMPTY_METADATA: &str = "/var/lib/mfs/metadata.mfs.empty";
 
 /// A chunk server, which stores the bytes of files.
 #[derive(Clone, Copy, Debug, Default)]
@@ -53,16 +54,17 @@ impl MooseFs {
         let mut guards = Vec::new();
         let namespace = Namespace::create(&mut guards)?;
         let link = namespace.connect(&mut guards)?;
-        let address = namespace.add_address(&link, MASTER)?;
+        let address = namespace.add_address(&link, MASTER_HOST_NUMBER)?;
         let master = subdir(work, "moosefs-master")?;
         start_master(&namespace, &master, &address)?;
         let mut addresses = Vec::new();
-        for (number, server) in (MASTER + 1..).zip(servers) {
+        for (number, server) in (MASTER_HOST_NUMBER + 1..).zip(servers) {
             let dir = subdir(work, &format!("moosefs-server{number}"))?;
-            let own = namespace.add_address(&link, number)?;
-            start_chunk_server(&namespace, &dir, &address, &own, server)?;
-            addresses.push(own);
+            let server_address = namespace.add_address(&link, number)?;
+            start_chunk_server(&namespace, &dir, &address, &server_address, server)?;
+            addresses.push(server_address);
         }
+        // The first guard is dropped first, so the file system is unmounted before its servers end.
         guards.insert(0, expect(Leftover::Mount(point.clone())));
         let master_log = master.join("log");
         mount(&address, &point, &master_log, servers.len())?;
@@ -131,7 +133,8 @@ fn text(path: &Path) -> &str {
 /// Starts the master server, which has the names and attributes of an empty file system, and listens at `address`.
 fn start_master(namespace: &Namespace, dir: &Path, address: &str) -> anyhow::Result<()> {
     let metadata = dir.join("metadata.mfs");
-    fs::copy(EMPTY, &metadata).with_context(|| format!("{EMPTY} is missing: {PACKAGES}"))?;
+    fs::copy(EMPTY_METADATA, &metadata)
+        .with_context(|| format!("{EMPTY_METADATA} is missing: {PACKAGES}"))?;
     let exports = dir.join("exports.cfg");
     let topology = dir.join("topology.cfg");
     fs::write(&exports, "* / rw,alldirs,admin,maproot=0:0\n")?;

@@ -12,7 +12,8 @@ use crate::run;
 /// A network namespace, named after this process.
 pub struct Namespace {
     name: String,
-    /// Number for the names of devices and for addresses. It most likely differs from that of all other namespaces.
+    /// Number for the names of devices and for addresses. It differs from the others of this process, and most likely
+    /// from those of other processes. If not, the second device cannot be made.
     number: u32,
 }
 
@@ -34,30 +35,30 @@ impl Namespace {
     /// Connects the namespace with that of this process by a pair of virtual devices (veth). `guards` gets the guard
     /// that removes the pair.
     pub fn connect(&self, guards: &mut Vec<Guard>) -> anyhow::Result<Link> {
-        // A device name has at most 15 characters, and two namespaces should not have the same subnet.
-        let here = format!("fb{}", self.number % 1_000_000_000);
-        let there = format!("{here}p");
+        let own_device = device_name(self.number);
+        let peer_device = format!("{own_device}p");
+        // Two namespaces should not have the same subnet. A link has one of those from 10.64.0 to 10.127.255.
         let (high, low) = (self.number / 256 % 64, self.number % 256);
         let link = Link {
-            here: here.clone(),
-            there: there.clone(),
+            own_device: own_device.clone(),
+            peer_device: peer_device.clone(),
             subnet: format!("10.{}.{low}", 64 + high),
         };
-        guards.push(expect(Leftover::Link(here.clone())));
+        guards.push(expect(Leftover::Link(own_device.clone())));
         let name = &self.name;
         ip(&format!(
-            "link add {here} type veth peer name {there} netns {name}"
+            "link add {own_device} type veth peer name {peer_device} netns {name}"
         ))?;
-        ip(&format!("addr add {}/24 dev {here}", link.address(1)))?;
-        ip(&format!("link set {here} up"))?;
-        self.ip(&format!("link set {there} up"))?;
+        ip(&format!("addr add {}/24 dev {own_device}", link.address(1)))?;
+        ip(&format!("link set {own_device} up"))?;
+        self.ip(&format!("link set {peer_device} up"))?;
         Ok(link)
     }
 
     /// Gives the namespace another address of the link, and returns it. `number` is its last part, from 2 on.
     pub fn add_address(&self, link: &Link, number: u8) -> anyhow::Result<String> {
         let address = link.address(number);
-        self.ip(&format!("addr add {address}/24 dev {}", link.there))?;
+        self.ip(&format!("addr add {address}/24 dev {}", link.peer_device))?;
         Ok(address)
     }
 
@@ -79,9 +80,9 @@ impl Namespace {
 /// number 1.
 pub struct Link {
     /// Name of the device of this process.
-    here: String,
+    own_device: String,
     /// Name of the device in the namespace.
-    there: String,
+    peer_device: String,
     /// The first three numbers of the link's addresses.
     subnet: String,
 }
@@ -90,7 +91,7 @@ impl Link {
     /// Limits the rate at which this process can send over the link. `rate` is in the form of tc(8); `None` ends the
     /// limit.
     pub fn limit(&self, rate: Option<&str>) -> anyhow::Result<()> {
-        limit_device(&self.here, rate)
+        limit_device(&self.own_device, rate)
     }
 
     /// Returns the address of the link with this number.
@@ -101,7 +102,7 @@ impl Link {
     /// Limits what can be sent to each of these addresses in the namespace, in bytes per second. Must be called only
     /// once.
     pub fn limit_to(&self, addresses: &[String], bytes_per_s: u64) -> anyhow::Result<()> {
-        let device = &self.here;
+        let device = &self.own_device;
         // Packets that match no class are not limited.
         tc(&format!("qdisc add dev {device} root handle 1: htb"))?;
         for (number, address) in (1..).zip(addresses) {
@@ -115,6 +116,12 @@ impl Link {
         }
         Ok(())
     }
+}
+
+/// Returns the name of a virtual device in the namespace of this process, from the number of a [`Namespace`]. It is cut
+/// to nine digits, because a name has at most 15 characters.
+fn device_name(number: u32) -> String {
+    format!("fb{}", number % 1_000_000_000)
 }
 
 /// Simulated hosts, each a network namespace, joined by a bridge in the namespace of this process.
@@ -137,43 +144,44 @@ impl Network {
     /// remove the network.
     pub fn create(hosts: u8, guards: &mut Vec<Guard>) -> anyhow::Result<Self> {
         let mut network = Self { hosts: Vec::new() };
-        let (mut switch, mut subnet) = (String::new(), String::new());
+        let (mut bridge, mut subnet) = (String::new(), String::new());
         for number in 1..=hosts {
             let namespace = Namespace::create(guards)?;
-            if switch.is_empty() {
-                switch = format!("fw{}", namespace.number % 1_000_000_000);
-                // The bridge gets no address, so only these hosts can reach each other through it.
+            if bridge.is_empty() {
+                bridge = format!("fw{}", namespace.number % 1_000_000_000);
+                // The first namespace gives the bridge its name. The bridge gets no address, so only these hosts can
+                // reach each other through it.
                 subnet = format!("10.63.{}", namespace.number % 256);
-                guards.push(expect(Leftover::Link(switch.clone())));
-                ip(&format!("link add {switch} type bridge"))?;
-                ip(&format!("link set {switch} up"))?;
+                guards.push(expect(Leftover::Link(bridge.clone())));
+                ip(&format!("link add {bridge} type bridge"))?;
+                ip(&format!("link set {bridge} up"))?;
             }
-            network.add(namespace, &switch, &subnet, number, guards)?;
+            network.add(namespace, &bridge, &subnet, number, guards)?;
         }
         Ok(network)
     }
 
-    /// Connects a namespace with the bridge `switch`, and adds it as the host with this number.
+    /// Connects a namespace with the bridge `bridge`, and adds it as the host with this number.
     fn add(
         &mut self,
         namespace: Namespace,
-        switch: &str,
+        bridge: &str,
         subnet: &str,
         number: u8,
         guards: &mut Vec<Guard>,
     ) -> anyhow::Result<()> {
-        let port = format!("fb{}", namespace.number % 1_000_000_000);
-        let there = format!("{port}p");
+        let port = device_name(namespace.number);
+        let peer_device = format!("{port}p");
         guards.push(expect(Leftover::Link(port.clone())));
         let name = &namespace.name;
         ip(&format!(
-            "link add {port} type veth peer name {there} netns {name}"
+            "link add {port} type veth peer name {peer_device} netns {name}"
         ))?;
-        ip(&format!("link set {port} master {switch}"))?;
+        ip(&format!("link set {port} master {bridge}"))?;
         ip(&format!("link set {port} up"))?;
         let address = format!("{subnet}.{number}");
-        namespace.ip(&format!("addr add {address}/24 dev {there}"))?;
-        namespace.ip(&format!("link set {there} up"))?;
+        namespace.ip(&format!("addr add {address}/24 dev {peer_device}"))?;
+        namespace.ip(&format!("link set {peer_device} up"))?;
         self.hosts.push(NetworkHost {
             namespace,
             address,

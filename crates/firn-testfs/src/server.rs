@@ -12,7 +12,6 @@
 use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::io::{self, IoSlice};
-use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -394,13 +393,15 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
         target: &Path,
         reply: ReplyEntry,
     ) {
-        let target = OsStr::from_bytes(target.as_os_str().as_bytes());
-        let name = &*self.policy.stored_name(name);
-        let made = self.admitted_name("symlink", parent, name).and_then(|dir| {
-            self.backing
-                .symlink(&caller(request), &dir, name, target)
-                .map_err(errno)
-        });
+        let target = target.as_os_str();
+        let stored_name = &*self.policy.stored_name(name);
+        let made = self
+            .admitted_name("symlink", parent, stored_name)
+            .and_then(|dir| {
+                self.backing
+                    .symlink(&caller(request), &dir, stored_name, target)
+                    .map_err(errno)
+            });
         self.reply_entry(reply, made);
     }
 
@@ -674,7 +675,8 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
             let dir = self.dir(handle)?;
             let attr_of_parent = self.backing.attr(&parent).map_err(errno)?;
             let timeout = self.timeout();
-            let mut take = |entry: firn_backing::DirEntry<'_>| {
+            // Adds one entry to the reply, and returns whether there is room for more.
+            let mut add_entry = |entry: firn_backing::DirEntry<'_>| {
                 let cookie = entry.cookie as u64;
                 if entry.name == "." || entry.name == ".." {
                     // The kernel takes no reference on these two.
@@ -701,7 +703,7 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
                 !is_full
             };
             self.backing
-                .read_dir(&dir, offset as i64, &mut take)
+                .read_dir(&dir, offset as i64, &mut add_entry)
                 .map_err(errno)
         };
         match list() {

@@ -98,7 +98,7 @@ impl<B: Backing> Policy<B> for Trace {
         Ok(())
     }
 
-    /// Records the begin of a write to `file`, delays the write if the test wants that, and records its end. Other
+    /// Records the beginning of a write to `file`, delays the write if the test wants that, and records its end. Other
     /// transfers are not recorded.
     fn transfer(&self, file: u64, transfer: Transfer) {
         if !matches!(transfer, Transfer::Write(_)) {

@@ -185,14 +185,15 @@ fn names_of(path: &Path) -> VecDeque<OsString> {
     names
 }
 
-/// Checks that no user but `uid` and root can replace objects in the directory at `path`. It is `place`, where Firn is
-/// to keep files, or lies above it.
+/// Checks that no user but `uid` and root can replace objects in the directory at `path`. This directory is `place`,
+/// in which Firn will keep files, or one above it.
 fn check_dir(dir: impl AsFd, path: &Path, place: &Path, uid: u32) -> Result<(), TrustError> {
     let stat = fstat(dir).map_err(|errno| TrustError::Io {
         path: path.to_owned(),
         error: errno.into(),
     })?;
     let metadata = FileMetadata::from_stat(&stat);
+    // In a container, root may appear as the user that stands for unmapped ids; `owner_of` then returns 0.
     let with_known_owner = FileMetadata {
         uid: owner_of(&metadata),
         ..metadata

@@ -14,9 +14,9 @@ use anyhow::{Context, bail};
 use firn_testfs::cleanup::{Guard, Leftover, expect};
 
 /// Directory of the cgroup hierarchy of version 2.
-const V2: &str = "/sys/fs/cgroup";
+const CGROUP_V2: &str = "/sys/fs/cgroup";
 /// Directory of the blkio hierarchy of version 1.
-const V1: &str = "/sys/fs/cgroup/blkio";
+const CGROUP_V1: &str = "/sys/fs/cgroup/blkio";
 
 /// A limit that is in effect.
 pub struct Limited {
@@ -28,16 +28,16 @@ pub struct Limited {
 
 /// Limits the writes per second to a block device. Fails if the kernel has no controller for it, or without the rights
 /// of root.
-pub fn writes_per_s(device: &str, writes: u64) -> anyhow::Result<Limited> {
+pub fn limit_writes(device: &str, writes: u64) -> anyhow::Result<Limited> {
     let number = std::fs::metadata(device)?.rdev();
     let major = rustix::fs::major(number);
     let minor = rustix::fs::minor(number);
     let device = format!("{major}:{minor}");
-    let controllers = std::fs::read_to_string(format!("{V2}/cgroup.controllers"));
+    let controllers = std::fs::read_to_string(format!("{CGROUP_V2}/cgroup.controllers"));
     if controllers.is_ok_and(|list| list.split_whitespace().any(|word| word == "io")) {
         return limit_by_v2(&device, writes);
     }
-    if Path::new(V1)
+    if Path::new(CGROUP_V1)
         .join("blkio.throttle.write_iops_device")
         .exists()
     {
@@ -48,18 +48,18 @@ pub fn writes_per_s(device: &str, writes: u64) -> anyhow::Result<Limited> {
 
 /// Sets the limit with cgroup version 2. `device` is `MAJOR:MINOR`.
 fn limit_by_v2(device: &str, writes: u64) -> anyhow::Result<Limited> {
-    let before = own_group("")?;
-    let group = PathBuf::from(format!("{V2}/firn-bench-{}", std::process::id()));
-    let back = Leftover::Setting {
-        file: format!("{V2}{before}/cgroup.procs").into(),
+    let old_group = own_group("")?;
+    let group = PathBuf::from(format!("{CGROUP_V2}/firn-bench-{}", std::process::id()));
+    let restore_group = Leftover::Setting {
+        file: format!("{CGROUP_V2}{old_group}/cgroup.procs").into(),
         text: std::process::id().to_string(),
     };
-    // The last entry of the list is removed first. This process must leave the group before the group is removed, so
-    // the group comes first.
-    let removed = expect(Leftover::Cgroup(group.clone()));
-    let guards = vec![expect(back), removed];
+    // This process must leave the group before the group is removed. The cleanup after a crash begins with the last
+    // entry, so the group is registered first. Guards are dropped from the first to the last.
+    let remove_group = expect(Leftover::Cgroup(group.clone()));
+    let guards = vec![expect(restore_group), remove_group];
     // The error is ignored: on most systems the controller is on already, and if not, the next writes fail.
-    let _ = std::fs::write(format!("{V2}/cgroup.subtree_control"), "+io");
+    let _ = std::fs::write(format!("{CGROUP_V2}/cgroup.subtree_control"), "+io");
     std::fs::create_dir(&group).context("cannot make a cgroup; run as root")?;
     write_line(&group.join("io.max"), &format!("{device} wiops={writes}"))?;
     write_line(&group.join("cgroup.procs"), &std::process::id().to_string())?;
@@ -69,24 +69,25 @@ fn limit_by_v2(device: &str, writes: u64) -> anyhow::Result<Limited> {
     })
 }
 
-/// Sets the limit with cgroup version 1. `device` is `MAJOR:MINOR`.
+/// Sets the limit with cgroup version 1: for the root group, which has the kernel threads that write back, and for the
+/// group of this process. `device` is `MAJOR:MINOR`.
 fn limit_by_v1(device: &str, writes: u64) -> anyhow::Result<Limited> {
-    let own = own_group("blkio")?;
+    let own_group = own_group("blkio")?;
     let mut files = vec![PathBuf::from(format!(
-        "{V1}/blkio.throttle.write_iops_device"
+        "{CGROUP_V1}/blkio.throttle.write_iops_device"
     ))];
-    if own != "/" {
+    if own_group != "/" {
         files.push(PathBuf::from(format!(
-            "{V1}{own}/blkio.throttle.write_iops_device"
+            "{CGROUP_V1}{own_group}/blkio.throttle.write_iops_device"
         )));
     }
-    let unlimited = |file: &PathBuf| {
+    let restore_on_drop = |file: &PathBuf| {
         expect(Leftover::Setting {
             file: file.clone(),
             text: format!("{device} 0"),
         })
     };
-    let guards = files.iter().map(unlimited).collect();
+    let guards = files.iter().map(restore_on_drop).collect();
     for file in &files {
         write_line(file, &format!("{device} {writes}"))?;
     }

@@ -29,7 +29,7 @@ pub fn prepare(writes_per_s: u64, work: &WorkDir) -> anyhow::Result<Prepared> {
     let device = run("losetup", &["--find", "--show", text(&image)])?;
     let unmount = expect(Leftover::Mount(point.clone()));
     run("mount", &["-o", "sync", &device, text(&point)])?;
-    let limited = limit::writes_per_s(&device, writes_per_s)?;
+    let limited = limit::limit_writes(&device, writes_per_s)?;
     let note = format!(
         "backing: ext4 with -o sync on a loop device limited to {writes_per_s} writes/s by {}",
         limited.controller

@@ -12,17 +12,22 @@ use crate::report::{Limit, Report, Sample};
 use crate::worker::{self, Operation, Task, elapsed_s};
 use firn_config::size_text;
 
-/// Two rules beside the built-in ones, which makes 30 rules.
+/// Goals of the ratio to the mount without rules.
+const CREATE_RATE_MIN: Limit = Limit::Least(0.97);
+const SAVE_TIME_MAX: Limit = Limit::Most(1.05);
+/// Two rules beside the built-in ones, which makes 30 rules. A rule has a name, a pattern of paths (`{T}`
+/// stands for any step), and the event at which files of these paths are committed.
 const SITE_RULES: &str = "\
 bench-a   bench-a-*/   close:done
 bench-b   bench-b.{T}  next
 ";
+/// Number of rules that Firn has itself.
 const BUILT_IN_COUNT: usize = 28;
 
 /// A mount with transactions, with or without commit rules.
 struct Mounted<'a> {
     name: &'static str,
-    behind: PathBuf,
+    backing_dir: PathBuf,
     mount: Mount<'a>,
 }
 
@@ -31,8 +36,8 @@ struct Mounted<'a> {
 fn all_rules(firn: &Firn, work: &Path) -> anyhow::Result<String> {
     let listed = firn.run(&["rules".as_ref(), "list".as_ref()])?;
     let listed = String::from_utf8(listed).context("`firn rules list` is no text")?;
-    let words = listed.lines().filter(|line| !line.starts_with('#'));
-    let mut names: Vec<&str> = words
+    let rule_lines = listed.lines().filter(|line| !line.starts_with('#'));
+    let mut names: Vec<&str> = rule_lines
         .filter_map(|line| line.split_ascii_whitespace().next())
         .collect();
     anyhow::ensure!(
@@ -47,20 +52,21 @@ fn all_rules(firn: &Firn, work: &Path) -> anyhow::Result<String> {
     Ok(names.join(":"))
 }
 
-/// Mounts Firn over a new directory of `dir`.
+/// Mounts Firn over a new directory in `dir`. The mount point is in `work`.
 fn mount<'a>(
-    (firn, work): (&'a Firn, &Path),
+    firn: &'a Firn,
+    work: &Path,
     dir: &Path,
     name: &'static str,
     options: &str,
 ) -> anyhow::Result<Mounted<'a>> {
-    let own = name.replace(' ', "-");
-    let behind = dir.join(&own);
-    let mount = firn.mount(&behind, &work.join(format!("at-{own}")), options)?;
+    let dir_name = name.replace(' ', "-");
+    let backing_dir = dir.join(&dir_name);
+    let mount = firn.mount(&backing_dir, &work.join(format!("at-{dir_name}")), options)?;
     mount.wait_populated()?;
     Ok(Mounted {
         name,
-        behind,
+        backing_dir,
         mount,
     })
 }
@@ -77,7 +83,7 @@ fn measure(
         .collect();
     for round in 0..args.common.repeats() {
         for (mounted, (_, samples)) in mounts.iter().zip(&mut samples) {
-            durable::sync_all(&mounted.behind)?;
+            durable::sync_all(&mounted.backing_dir)?;
             samples.push(one(mounted, round)?);
         }
     }
@@ -98,8 +104,8 @@ fn create_files(mounted: &Mounted<'_>, round: u32, count: u64) -> anyhow::Result
     Ok(vec![("created", "1/s", a_second)])
 }
 
-/// Writes one file as torch.save does. With a commit rule the file is durable when close(2) returns. Without a rule the
-/// program syncs the file.
+/// Writes one file in large writes, as torch.save does. With a commit rule the file is durable when close(2) returns.
+/// Without a rule the program syncs the file.
 fn save(mounted: &Mounted<'_>, round: u32, bytes: u64) -> anyhow::Result<Sample> {
     let path = mounted.mount.path().join(format!("step-{round}.pt"));
     let outcomes = worker::run_all(&[Task::Write {
@@ -128,17 +134,23 @@ fn save(mounted: &Mounted<'_>, round: u32, bytes: u64) -> anyhow::Result<Sample>
 /// files to which no rule applies, and the other saves one large file that a rule commits. Adds both to the report.
 pub(super) fn run(
     args: &CommitArgs,
-    (firn, work): (&Firn, &Path),
+    firn: &Firn,
+    work: &Path,
     dir: &Path,
     report: &mut Report,
 ) -> anyhow::Result<()> {
-    let more = args.more_options();
+    let extra_options = args.extra_options();
     let rules = all_rules(firn, work)?;
-    let with_rules = format!("drain=commit,rules={rules}{more}");
-    let place = (firn, work);
+    let with_rules = format!("drain=commit,rules={rules}{extra_options}");
     let mounts = [
-        mount(place, dir, NO_RULES, &format!("drain=commit{more}"))?,
-        mount(place, dir, RULES, &with_rules)?,
+        mount(
+            firn,
+            work,
+            dir,
+            NO_RULES,
+            &format!("drain=commit{extra_options}"),
+        )?,
+        mount(firn, work, dir, RULES, &with_rules)?,
     ];
     report.note(
         "rules: the 28 built-in rules and 2 more, beside a mount that differs in nothing else",
@@ -148,7 +160,7 @@ pub(super) fn run(
         create_files(mounted, round, count)
     })?;
     add_cases(report, [format!("{count} files of no rule")], vec![samples]);
-    judge(report, "created", Limit::Least(0.97));
+    judge(report, "created", CREATE_RATE_MIN);
     let bytes = args
         .size
         .unwrap_or(args.common.choose(1536 << 20, 64 << 20));
@@ -158,7 +170,7 @@ pub(super) fn run(
         size_text(bytes)
     );
     add_cases(report, [title], vec![samples]);
-    judge(report, "durable", Limit::Most(1.05));
+    judge(report, "durable", SAVE_TIME_MAX);
     Ok(())
 }
 

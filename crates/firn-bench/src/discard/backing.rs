@@ -13,7 +13,8 @@ pub struct DiscardBacking(pub DirBacking);
 
 type Inode = <DirBacking as Volume>::Inode;
 
-/// The directory, which calls everything as it is called here.
+/// The macro through which [`forward!`] makes its calls: in the wrapped directory, with the same arguments. `$kind $of`
+/// are the arguments that other layers have to translate.
 macro_rules! dir {
     ($self:ident, $($kind:ident $of:ident $($other:ident)?,)? |$dir:ident| $call:expr) => {{
         let $dir = &$self.0;

@@ -58,26 +58,27 @@ impl SendArgs {
 }
 
 impl ReceiveArgs {
-    /// Receives and writes files until the sender closes the connection.
+    /// Receives and writes files until the sender closes the connection. Each file comes after its length, a number of
+    /// 8 bytes.
     pub fn run(&self) -> anyhow::Result<()> {
         let mut socket = TcpStream::connect(&self.address)?;
         let mut buffer = vec![0; BUFFER_BYTES];
         for number in 0.. {
-            let mut left = [0; 8];
-            match socket.read(&mut left)? {
+            let mut length = [0; 8];
+            match socket.read(&mut length)? {
                 0 => return Ok(()),
-                got => socket.read_exact(&mut left[got..])?,
+                got => socket.read_exact(&mut length[got..])?,
             }
-            let mut left = u64::from_be_bytes(left);
+            let mut bytes_left = u64::from_be_bytes(length);
             let mut file = File::create(self.dir.join(format!("file{number}")))?;
-            while left > 0 {
-                let wanted = buffer.len().min(left as usize);
+            while bytes_left > 0 {
+                let wanted = buffer.len().min(bytes_left as usize);
                 let got = socket.read(&mut buffer[..wanted])?;
                 if got == 0 {
                     bail!("the sender ended");
                 }
                 file.write_all(&buffer[..got])?;
-                left -= got as u64;
+                bytes_left -= got as u64;
             }
         }
         unreachable!("there is no last number")

@@ -59,6 +59,7 @@ pub(super) struct Files<'a> {
 /// What is done before a file is read, so that the read is the first one.
 #[derive(Clone, Copy)]
 enum Before {
+    /// Nothing.
     Nothing,
     /// Make the kernel drop its pages of the file.
     ForgetPages,
@@ -70,7 +71,9 @@ enum Before {
 struct ReadWay<'a> {
     name: &'static str,
     path: PathBuf,
+    /// What is done before each read.
     before: Before,
+    /// The preload library, if the reader loads it.
     preload: Option<&'a Path>,
 }
 
@@ -100,8 +103,8 @@ impl<'a> Files<'a> {
     /// used.
     fn ways(&self) -> Vec<ReadWay<'_>> {
         let preload = Some(self.mounts.preload.as_path());
-        let held = self.mounts.plain.path().join("image");
-        let kept = self.mounts.pages.path().join("image");
+        let plain_image = self.mounts.plain.path().join("image");
+        let pages_image = self.mounts.pages.path().join("image");
         let way = |name, path: &PathBuf, before, preload| ReadWay {
             name,
             path: path.clone(),
@@ -110,13 +113,13 @@ impl<'a> Files<'a> {
         };
         vec![
             way(NATIVE, &self.native, Before::Nothing, None),
-            way(BY_FIRND, &held, Before::Nothing, None),
-            way(BY_PRELOAD, &held, Before::Nothing, preload),
-            way(PAGES_FIRST, &kept, Before::ForgetPages, None),
-            way(PAGES_AGAIN, &kept, Before::Nothing, None),
+            way(BY_FIRND, &plain_image, Before::Nothing, None),
+            way(BY_PRELOAD, &plain_image, Before::Nothing, preload),
+            way(PAGES_FIRST, &pages_image, Before::ForgetPages, None),
+            way(PAGES_AGAIN, &pages_image, Before::Nothing, None),
             way(MEMORY_FIRST, &self.memory_file(), Before::WriteAnew, None),
             way(MEMORY_AGAIN, &self.memory_file(), Before::Nothing, None),
-            way(MEMORY_WITHOUT_ROOT, &kept, Before::Nothing, preload),
+            way(MEMORY_WITHOUT_ROOT, &pages_image, Before::Nothing, preload),
             way(
                 MEMORY_PRELOAD,
                 &self.memory_file(),
@@ -135,7 +138,7 @@ impl<'a> Files<'a> {
              file; {MEMORY_FIRST}: written anew and settled just before"
         ));
         let mut settling = Vec::new();
-        for (way, mmap, least) in [("read(2)", false, LEAST_READ), ("mmap", true, LEAST_MAPPED)] {
+        for (call, mmap, goal) in [("read(2)", false, LEAST_READ), ("mmap", true, LEAST_MAPPED)] {
             let ways = self.ways();
             let mut samples = vec![Vec::new(); ways.len()];
             for _ in 0..repeats {
@@ -149,9 +152,9 @@ impl<'a> Files<'a> {
                 }
             }
             let names = ways.iter().map(|way| way.name.to_owned());
-            let name = format!("{} by {way}, 1 process", size_text(self.bytes));
+            let name = format!("{} by {call}, 1 process", size_text(self.bytes));
             report.add(name, names.zip(samples).collect());
-            self.judge(report, way, least);
+            self.judge(report, call, goal);
         }
         let name = format!("{} moved into a memory file", size_text(self.bytes));
         report.add(name, vec![("settling".to_owned(), settling)]);

@@ -127,17 +127,20 @@ impl Load {
     fn prepare(&self, mount: &Path) -> anyhow::Result<Vec<File>> {
         firn_backing::raise_descriptor_limit().context("cannot raise the limit of descriptors")?;
         for index in 0..self.directories {
-            let above = mount.join(format!("above{}", index / FAN_OUT));
+            let parent = mount.join(format!("above{}", index / FAN_OUT));
             if index % FAN_OUT == 0 {
-                fs::create_dir(&above)?;
+                fs::create_dir(&parent)?;
             }
-            fs::create_dir(above.join(format!("dir{index}")))?;
+            fs::create_dir(parent.join(format!("dir{index}")))?;
         }
         let files = mount.join("files");
         fs::create_dir(&files)?;
-        let open = |index| File::create(files.join(format!("file{index}")));
-        let opened: Vec<File> = (0..self.handles).map(open).collect::<Result<_, _>>()?;
+        let create_file = |index| File::create(files.join(format!("file{index}")));
+        let opened: Vec<File> = (0..self.handles)
+            .map(create_file)
+            .collect::<Result<_, _>>()?;
         let buffer = make_buffer(FILL_BYTES);
+        // The blocks are dealt out to the files in turn, so each file has them at ascending offsets.
         let blocks = self.pending_bytes / FILL_BYTES;
         for (block, file) in (0..blocks).zip(opened.iter().cycle()) {
             let offset = block / u64::from(self.handles) * FILL_BYTES;

@@ -24,7 +24,8 @@ struct Candidate<'a> {
     mount: Mount<'a>,
 }
 
-/// Measures both settings in turns, and adds the cases to the report.
+/// Measures the rates of a mount with and without the live table, which tells the next firnd what the kernel knows. The
+/// two are measured in turns. Adds the cases and the goals to the report.
 pub(super) fn measure(
     common: &Common,
     firn: &Firn,
@@ -48,7 +49,7 @@ pub(super) fn measure(
     let mut written = vec![Vec::new(); candidates.len()];
     for round in 0..rounds {
         for step in 0..candidates.len() {
-            // The first of a round has caches that the second has not.
+            // The order rotates, because the first candidate of a round finds other caches than the second.
             let index = (step + round as usize) % candidates.len();
             let candidate = &candidates[index];
             created[index].push(candidate.create(creates)?);
@@ -68,7 +69,7 @@ pub(super) fn measure(
             .last()
             .and_then(|case| case.ratio(WITH, WITHOUT, "rate"));
         let name = format!("{title}, with the live table to without");
-        report.judge(name, Limit::Least(0.97), &Vec::from_iter(ratio));
+        report.judge(name, Limit::Least(0.97), ratio.as_slice());
     }
     Ok(())
 }

@@ -1,8 +1,8 @@
-//! Copies bytes with memcpy, as a lower limit for everything that keeps bytes in memory.
+//! Copies bytes with memcpy. Nothing that keeps bytes in memory can take less time.
 //!
 //! A shared region is a file on tmpfs with all its memory allocated, in huge pages if the kernel provides them. Each
-//! worker maps its part of the region anew, as a new process must. The page tables are therefore filled during the copy,
-//! as they are for a process that writes to an arena.
+//! worker maps its part of the region anew, as a new process must. The page tables are therefore filled during the
+//! copy, as they are for a process that writes to an arena.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -68,7 +68,7 @@ impl Copy {
         match &self.region {
             Region::Private => self.copy_blocks(private, buffer),
             Region::Shared { path, offset } => {
-                let mut map = Map::of(path, *offset, self.bytes as usize)?;
+                let mut map = Map::map_file(path, *offset, self.bytes as usize)?;
                 self.copy_blocks(map.bytes(), buffer);
             }
         }
@@ -93,7 +93,7 @@ pub fn make_region(path: &Path, bytes: u64) -> anyhow::Result<()> {
     File::create_new(path)
         .and_then(|file| file.set_len(bytes))
         .with_context(|| format!("cannot make {}", path.display()))?;
-    let mut map = Map::of(path, 0, bytes as usize)?;
+    let mut map = Map::map_file(path, 0, bytes as usize)?;
     map.bytes().fill(1);
     // SAFETY: it changes no contents, and the range is the whole mapping. Where it fails, pages stay small.
     unsafe { libc::madvise(map.at.cast(), map.len, MADV_COLLAPSE) };
@@ -111,18 +111,19 @@ struct Map {
 }
 
 impl Map {
-    /// Maps `len` bytes of a file from `offset` on.
-    fn of(path: &Path, offset: u64, len: usize) -> anyhow::Result<Self> {
+    /// Maps `len` bytes of a file from `offset` on, at an address that is suitable for huge pages. For that it reserves
+    /// more addresses than the bytes need.
+    fn map_file(path: &Path, offset: u64, len: usize) -> anyhow::Result<Self> {
         let file = File::options().read(true).write(true).open(path);
         let file = file.with_context(|| format!("cannot open {}", path.display()))?;
-        let (none, both) = (ProtFlags::empty(), ProtFlags::READ | ProtFlags::WRITE);
+        let (no_access, read_write) = (ProtFlags::empty(), ProtFlags::READ | ProtFlags::WRITE);
         let reserve = MapFlags::PRIVATE | MapFlags::NORESERVE;
         let reserved_bytes = len + HUGE_BYTES;
-        // SAFETY: the first mapping is new and at an address that the kernel chooses. The second mapping replaces a part
-        // of it, which nothing refers to.
+        // SAFETY: the first mapping is new and at an address that the kernel chooses. The second mapping replaces a
+        // part of it, which nothing refers to.
         unsafe {
-            let start =
-                mmap_anonymous(std::ptr::null_mut(), reserved_bytes, none, reserve)?.cast::<u8>();
+            let start = mmap_anonymous(std::ptr::null_mut(), reserved_bytes, no_access, reserve)?
+                .cast::<u8>();
             let at = start.add(start.align_offset(HUGE_BYTES));
             let map = Self {
                 at,
@@ -132,7 +133,7 @@ impl Map {
             mmap(
                 at.cast(),
                 len,
-                both,
+                read_write,
                 MapFlags::SHARED | MapFlags::FIXED,
                 file.as_fd(),
                 offset,

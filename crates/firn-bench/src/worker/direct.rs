@@ -38,6 +38,6 @@ pub(super) fn write(file: &File, count: u64, bytes: u64, buffer: &[u8]) -> anyho
 }
 
 /// Returns the size of a buffer that contains `bytes` aligned bytes.
-pub(super) fn room(bytes: u64) -> u64 {
+pub(super) fn buffer_bytes(bytes: u64) -> u64 {
     bytes + ALIGN as u64
 }

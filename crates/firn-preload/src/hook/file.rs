@@ -72,7 +72,7 @@ pub(super) fn finish_open(fd: c_int, flags: c_int, sharing_before_open: &Sharing
             stream::replace_stream_of_stub(fd);
             fd
         }
-        NewDescriptor::Other => fd,
+        NewDescriptor::NotStub => fd,
     }
 }
 
@@ -183,7 +183,7 @@ unsafe fn map_without_kernel(fd: c_int, arguments: MapArguments) -> Option<*mut 
     }
     // A mapping shows only bytes that were written through the kernel, so direct access ends here.
     if descriptor_tag(fd) != tag::ORDINARY {
-        share::share_descriptor(fd);
+        share::prepare_to_share(fd);
     }
     None
 }

@@ -64,7 +64,7 @@ unsafe fn do_close(fd: c_int) -> c_int {
 
 unsafe fn do_dup(fd: c_int) -> c_int {
     if descriptor_tag(fd) != tag::ORDINARY {
-        share::share_descriptor(fd);
+        share::prepare_to_share(fd);
     }
     let new = forward!(DUP(fd));
     register_copied_fd(fd, new);
@@ -102,7 +102,7 @@ fn prepare_dup(from: c_int, to: c_int) {
         return;
     }
     if descriptor_tag(from) != tag::ORDINARY {
-        share::share_descriptor(from);
+        share::prepare_to_share(from);
     }
     if descriptor_tag(to) == tag::STUB {
         // The kernel closes `to` within the call, so firnd must be informed before. The call fails only if `from` is
@@ -116,7 +116,7 @@ fn prepare_dup(from: c_int, to: c_int) {
         files::move_file(to);
     } else if descriptor_tag(to) != tag::ORDINARY {
         // The offset is given back, because the call may fail, and then `to` stays open.
-        share::share_descriptor(to);
+        share::prepare_to_share(to);
     }
 }
 
@@ -142,7 +142,7 @@ unsafe fn do_fcntl(fd: c_int, command: c_int, arg: usize) -> c_int {
     let copies_fd = matches!(command, libc::F_DUPFD | libc::F_DUPFD_CLOEXEC);
     let sets_flags = command == libc::F_SETFL;
     if descriptor_tag(fd) != tag::ORDINARY && (copies_fd || sets_flags) {
-        share::share_descriptor(fd);
+        share::prepare_to_share(fd);
     }
     if descriptor_tag(fd) != tag::ORDINARY && locks::is_range_lock_command(command) {
         // SAFETY: the program has passed the lock to fcntl(2).

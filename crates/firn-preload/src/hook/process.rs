@@ -100,7 +100,7 @@ unsafe fn do_fork_only() -> pid_t {
 extern "C" fn share_all() {
     // clone(2) may start a thread that the C library does not count.
     lock::assume_many_threads();
-    share::share_all();
+    share::prepare_for_exec();
 }
 
 /// Defines hooks of variadic functions. A hook calls [`share_all`], and then jumps to the real function with the

@@ -6,9 +6,9 @@ use std::ffi::{c_int, c_uint, c_ulong, c_void};
 use libc::{iovec, off64_t, size_t, ssize_t};
 
 use super::{export, forward, program_memory};
-use crate::handled::{Handled, KernelCall};
 use crate::kernel;
 use crate::memory::{Run, Target, Writable};
+use crate::outcome::{CallOutcome, KernelCall};
 use crate::probe;
 use crate::real::{
     COPY_FILE_RANGE, IOCTL, LSEEK, PREAD, PREAD_CHK, PREADV, PREADV2, READ, READ_CHK, READV,
@@ -98,7 +98,12 @@ unsafe fn do_read(fd: c_int, data: *mut c_void, len: size_t) -> ssize_t {
 }
 
 /// Reads from a descriptor that the library serves.
-fn read_from(fd: c_int, target: Target<'_>, explicit_offset: Option<u64>, call: Call) -> Handled {
+fn read_from(
+    fd: c_int,
+    target: Target<'_>,
+    explicit_offset: Option<u64>,
+    call: Call,
+) -> CallOutcome {
     if descriptor_tag(fd) == tag::STUB {
         stub::read_stub(fd, target, explicit_offset, call)
     } else {
@@ -114,8 +119,8 @@ fn read_from(fd: c_int, target: Target<'_>, explicit_offset: Option<u64>, call: 
 unsafe fn read_served(fd: c_int, data: *mut c_void, len: size_t) -> ssize_t {
     // SAFETY: the program has passed the bytes to read(2), to be written.
     let run: Run<'_, Writable> = unsafe { Run::new(data, len) };
-    let handled = run.as_memory(|target| read_from(fd, target, None, Call::Read));
-    handled.finish(|| forward!(READ(fd, data, len)))
+    let outcome = run.as_memory(|target| read_from(fd, target, None, Call::Read));
+    outcome.finish(|| forward!(READ(fd, data, len)))
 }
 
 unsafe fn do_read_chk(fd: c_int, data: *mut c_void, len: size_t, size: size_t) -> ssize_t {
@@ -133,13 +138,13 @@ unsafe fn do_readv(fd: c_int, vectors: *const iovec, count: c_int) -> ssize_t {
         return forward!(READV(fd, vectors, count));
     }
     // SAFETY: the program has passed the vectors to readv(2), to be written.
-    let handled = match unsafe { program_memory(vectors, count) } {
+    let outcome = match unsafe { program_memory(vectors, count) } {
         Some(target) => read_from(fd, target, None, Call::Readv),
         // The kernel refuses these vectors.
-        None if descriptor_tag(fd) == tag::STUB => Handled::Forward(KernelCall::WITHOUT_OFFSET),
-        None => Handled::Forward(kernel::prepare_kernel_call(fd, Call::Readv)),
+        None if descriptor_tag(fd) == tag::STUB => CallOutcome::Forward(KernelCall::WITHOUT_OFFSET),
+        None => CallOutcome::Forward(kernel::prepare_kernel_call(fd, Call::Readv)),
     };
-    handled.finish(|| forward!(READV(fd, vectors, count)))
+    outcome.finish(|| forward!(READV(fd, vectors, count)))
 }
 
 /// pread(2), by direct access if the descriptor has it.
@@ -149,7 +154,7 @@ unsafe fn do_pread(fd: c_int, data: *mut c_void, len: size_t, offset: off64_t) -
         // SAFETY: the program has passed the bytes to pread(2), to be written.
         let run: Run<'_, Writable> = unsafe { Run::new(data, len) };
         let read = |target: Target<'_>| read_from(fd, target, Some(offset as u64), Call::Pread);
-        if let Handled::Done(result) = run.as_memory(read) {
+        if let CallOutcome::Done(result) = run.as_memory(read) {
             return with_errno(result);
         }
     }
@@ -177,7 +182,8 @@ unsafe fn do_preadv(fd: c_int, vectors: *const iovec, count: c_int, offset: off6
         // SAFETY: the program has passed the vectors to preadv(2), to be written.
         let target = unsafe { program_memory(vectors, count) };
         if let Some(target) = target
-            && let Handled::Done(result) = read_from(fd, target, Some(offset as u64), Call::Preadv)
+            && let CallOutcome::Done(result) =
+                read_from(fd, target, Some(offset as u64), Call::Preadv)
         {
             return with_errno(result);
         }
@@ -222,12 +228,12 @@ unsafe fn do_preadv2(
 /// lseek(2). The offset of a descriptor with direct access is kept in this process.
 #[inline(always)]
 unsafe fn do_lseek(fd: c_int, offset: off64_t, whence: c_int) -> off64_t {
-    let handled = match descriptor_tag(fd) {
+    let outcome = match descriptor_tag(fd) {
         tag::ORDINARY => return forward!(LSEEK(fd, offset, whence)),
         tag::STUB => stub::seek_stub(fd, offset, whence),
         _ => kernel::seek_file(fd, offset, whence),
     };
-    handled.finish(|| forward!(LSEEK(fd, offset, whence)) as isize) as off64_t
+    outcome.finish(|| forward!(LSEEK(fd, offset, whence)) as isize) as off64_t
 }
 
 /// Makes a call of the kernel that uses the offsets or sizes of two descriptors.

@@ -1,6 +1,5 @@
 //! Hooks of the stat family. The kernel has all attributes of a stub (an empty file; firnd has its bytes) except its
-//! size, so firnd is asked for the size. For a file of a mount the kernel asks firnd itself, if the call wants the
-//! size.
+//! size, so these hooks ask firnd for the size. For a file of a mount, the kernel itself asks firnd.
 
 use std::ffi::{c_char, c_int};
 
@@ -45,13 +44,13 @@ export! {
 
 /// The arguments by which a call names its file.
 #[derive(Clone, Copy)]
-struct FileName {
+struct PathArgs {
     dir: c_int,
     path: *const c_char,
     flags: c_int,
 }
 
-impl FileName {
+impl PathArgs {
     fn from_path(path: *const c_char, flags: c_int) -> Self {
         Self {
             dir: libc::AT_FDCWD,
@@ -94,7 +93,7 @@ impl FileName {
 unsafe fn correct_size(
     result: c_int,
     to: *mut Stat,
-    name: FileName,
+    name: PathArgs,
     repeat_call: impl Fn() -> c_int,
 ) -> c_int {
     if result != 0 || !trees::has_trees() {
@@ -133,24 +132,24 @@ macro_rules! stat_with_size {
 }
 
 unsafe fn do_stat(path: *const c_char, to: *mut Stat) -> c_int {
-    stat_with_size!(FileName::from_path(path, 0), to, STAT.get()(path, to))
+    stat_with_size!(PathArgs::from_path(path, 0), to, STAT.get()(path, to))
 }
 
 unsafe fn do_lstat(path: *const c_char, to: *mut Stat) -> c_int {
     stat_with_size!(
-        FileName::from_path(path, libc::AT_SYMLINK_NOFOLLOW),
+        PathArgs::from_path(path, libc::AT_SYMLINK_NOFOLLOW),
         to,
         LSTAT.get()(path, to)
     )
 }
 
 unsafe fn do_fstat(fd: c_int, to: *mut Stat) -> c_int {
-    stat_with_size!(FileName::from_fd(fd), to, FSTAT.get()(fd, to))
+    stat_with_size!(PathArgs::from_fd(fd), to, FSTAT.get()(fd, to))
 }
 
 unsafe fn do_fstatat(dir: c_int, path: *const c_char, to: *mut Stat, flags: c_int) -> c_int {
     stat_with_size!(
-        FileName { dir, path, flags },
+        PathArgs { dir, path, flags },
         to,
         FSTATAT.get()(dir, path, to, flags)
     )
@@ -158,7 +157,7 @@ unsafe fn do_fstatat(dir: c_int, path: *const c_char, to: *mut Stat, flags: c_in
 
 unsafe fn do_xstat(version: c_int, path: *const c_char, to: *mut Stat) -> c_int {
     stat_with_size!(
-        FileName::from_path(path, 0),
+        PathArgs::from_path(path, 0),
         to,
         XSTAT.get()(version, path, to)
     )
@@ -166,14 +165,14 @@ unsafe fn do_xstat(version: c_int, path: *const c_char, to: *mut Stat) -> c_int 
 
 unsafe fn do_lxstat(version: c_int, path: *const c_char, to: *mut Stat) -> c_int {
     stat_with_size!(
-        FileName::from_path(path, libc::AT_SYMLINK_NOFOLLOW),
+        PathArgs::from_path(path, libc::AT_SYMLINK_NOFOLLOW),
         to,
         LXSTAT.get()(version, path, to)
     )
 }
 
 unsafe fn do_fxstat(version: c_int, fd: c_int, to: *mut Stat) -> c_int {
-    stat_with_size!(FileName::from_fd(fd), to, FXSTAT.get()(version, fd, to))
+    stat_with_size!(PathArgs::from_fd(fd), to, FXSTAT.get()(version, fd, to))
 }
 
 unsafe fn do_fxstatat(
@@ -184,7 +183,7 @@ unsafe fn do_fxstatat(
     flags: c_int,
 ) -> c_int {
     stat_with_size!(
-        FileName { dir, path, flags },
+        PathArgs { dir, path, flags },
         to,
         FXSTATAT.get()(version, dir, path, to, flags)
     )
@@ -226,7 +225,7 @@ unsafe fn do_statx(
     if !trees::has_trees() || !is_regular || !trees::has_stubs(device) {
         return result;
     }
-    let name = FileName { dir, path, flags };
+    let name = PathArgs { dir, path, flags };
     match name.request_attr(Identity { device, inode }) {
         // SAFETY: the program has passed the structure to statx(2), and the kernel has filled it.
         Some(Ok(attr)) => unsafe {

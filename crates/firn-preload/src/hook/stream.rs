@@ -171,9 +171,10 @@ unsafe fn open_stream_over(
                 return fail_with_null(errno);
             }
             NewDescriptor::Stub => cookie::open_stub_stream(fd, mode),
-            NewDescriptor::Other => do_fdopen(fd, mode),
+            NewDescriptor::NotStub => do_fdopen(fd, mode),
         };
         if file.is_null() {
+            // By the hook of close(2), which also forgets the state that was registered.
             libc::close(fd);
         }
         file
@@ -267,7 +268,7 @@ unsafe fn do_fdopen(fd: c_int, mode: *const c_char) -> *mut FILE {
         return unsafe { cookie::open_stub_stream(fd, mode) };
     }
     if descriptor_tag(fd) != tag::ORDINARY {
-        share::share_descriptor(fd);
+        share::prepare_to_share(fd);
     }
     forward!(FDOPEN(fd, mode))
 }
@@ -281,6 +282,7 @@ unsafe fn do_freopen(path: *const c_char, mode: *const c_char, file: *mut FILE) 
         if !file.is_null() && cookie::is_stub_stream(file) {
             libc::fflush(file);
         }
+        // Hooks see neither the close nor the open in freopen(3), so both numbers are forgotten.
         forget_stream_descriptor(file);
         let file = FREOPEN.get()(path, mode, file);
         forget_stream_descriptor(file);

@@ -28,7 +28,7 @@ extern "C" fn select_syscall_function(number: c_long) -> *const c_void {
         #[cfg(target_arch = "x86_64")]
         libc::SYS_fork => share_with_process(),
         libc::SYS_clone | libc::SYS_clone3 => share_with_process(),
-        libc::SYS_execve | libc::SYS_execveat => share::share_all(),
+        libc::SYS_execve | libc::SYS_execveat => share::prepare_for_exec(),
         _ if is_hooked(number) => return make_call as *const c_void,
         _ => {}
     }
@@ -39,7 +39,7 @@ extern "C" fn select_syscall_function(number: c_long) -> *const c_void {
 fn share_with_process() {
     // The call may start a thread instead, which the C library does not count.
     lock::assume_many_threads();
-    share::share_all();
+    share::prepare_for_exec();
 }
 
 /// syscall(3), which is variadic in C. It keeps the arguments in their registers, selects a function by the number of

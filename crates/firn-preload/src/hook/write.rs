@@ -7,9 +7,9 @@ use std::ffi::{c_int, c_void};
 use libc::{iovec, off64_t, size_t, ssize_t};
 
 use super::{export, forward, program_memory};
-use crate::handled::{Handled, KernelCall};
 use crate::kernel;
 use crate::memory::{Readable, Run, Source};
+use crate::outcome::{CallOutcome, KernelCall};
 use crate::real::{PWRITE, PWRITEV, PWRITEV2, WRITE, WRITEV};
 use crate::report::Call;
 use crate::stub::{self, Append};
@@ -56,7 +56,12 @@ unsafe fn do_write(fd: c_int, data: *const c_void, len: size_t) -> ssize_t {
 }
 
 /// Writes to a descriptor that the library serves.
-fn write_to(fd: c_int, source: Source<'_>, explicit_offset: Option<u64>, call: Call) -> Handled {
+fn write_to(
+    fd: c_int,
+    source: Source<'_>,
+    explicit_offset: Option<u64>,
+    call: Call,
+) -> CallOutcome {
     if descriptor_tag(fd) == tag::STUB {
         return stub::write_stub(fd, source, explicit_offset, Append::AsOpened, call);
     }
@@ -67,19 +72,19 @@ fn write_to(fd: c_int, source: Source<'_>, explicit_offset: Option<u64>, call: C
 #[inline(never)]
 fn write_served(fd: c_int, run: Run<'_, Readable>) -> ssize_t {
     match kernel::write_fast(fd, run, None, Call::Write) {
-        Some(Handled::Done(result)) if result >= 0 => result,
-        handled => write_slowly(fd, run, handled),
+        Some(CallOutcome::Done(result)) if result >= 0 => result,
+        outcome => write_slowly(fd, run, outcome),
     }
 }
 
 /// Ends a write. `fast_result` is the result of the fast path; without one, the write is made here.
 #[inline(never)]
-fn write_slowly(fd: c_int, run: Run<'_, Readable>, fast_result: Option<Handled>) -> ssize_t {
-    let handled = match fast_result {
-        Some(handled) => handled,
+fn write_slowly(fd: c_int, run: Run<'_, Readable>, fast_result: Option<CallOutcome>) -> ssize_t {
+    let outcome = match fast_result {
+        Some(outcome) => outcome,
         None => run.as_memory(|source| write_to(fd, source, None, Call::Write)),
     };
-    handled.finish(|| {
+    outcome.finish(|| {
         let vector = run.as_vector();
         forward!(WRITE(fd, vector.iov_base, vector.iov_len))
     })
@@ -101,13 +106,13 @@ unsafe fn do_writev(fd: c_int, vectors: *const iovec, count: c_int) -> ssize_t {
 #[inline(never)]
 unsafe fn writev_served(fd: c_int, vectors: *const iovec, count: c_int) -> ssize_t {
     // SAFETY: the program has passed the vectors to writev(2), to be read.
-    let handled = match unsafe { program_memory(vectors, count) } {
+    let outcome = match unsafe { program_memory(vectors, count) } {
         Some(source) => write_to(fd, source, None, Call::Writev),
         // The kernel refuses these vectors.
-        None if descriptor_tag(fd) == tag::STUB => Handled::Forward(KernelCall::WITHOUT_OFFSET),
-        None => Handled::Forward(kernel::prepare_kernel_call(fd, Call::Writev)),
+        None if descriptor_tag(fd) == tag::STUB => CallOutcome::Forward(KernelCall::WITHOUT_OFFSET),
+        None => CallOutcome::Forward(kernel::prepare_kernel_call(fd, Call::Writev)),
     };
-    handled.finish(|| forward!(WRITEV(fd, vectors, count)))
+    outcome.finish(|| forward!(WRITEV(fd, vectors, count)))
 }
 
 #[inline(always)]
@@ -115,7 +120,7 @@ unsafe fn do_pwrite(fd: c_int, data: *const c_void, len: size_t, offset: off64_t
     if matches!(descriptor_tag(fd), tag::WRITER | tag::STUB) && offset >= 0 {
         // SAFETY: the program has passed the bytes to pwrite(2), to be read.
         let run = unsafe { Run::new(data.cast_mut(), len) };
-        if let Handled::Done(result) = pwrite_served(fd, run, offset as u64) {
+        if let CallOutcome::Done(result) = pwrite_served(fd, run, offset as u64) {
             return with_errno(result);
         }
     }
@@ -123,7 +128,7 @@ unsafe fn do_pwrite(fd: c_int, data: *const c_void, len: size_t, offset: off64_t
 }
 
 #[inline(never)]
-fn pwrite_served(fd: c_int, run: Run<'_, Readable>, offset: u64) -> Handled {
+fn pwrite_served(fd: c_int, run: Run<'_, Readable>, offset: u64) -> CallOutcome {
     let slowly = || run.as_memory(|source| write_to(fd, source, Some(offset), Call::Pwrite));
     kernel::write_fast(fd, run, Some(offset), Call::Pwrite).unwrap_or_else(slowly)
 }
@@ -134,7 +139,8 @@ unsafe fn do_pwritev(fd: c_int, vectors: *const iovec, count: c_int, offset: off
         // SAFETY: the program has passed the vectors to pwritev(2), to be read.
         let source = unsafe { program_memory(vectors, count) };
         if let Some(source) = source
-            && let Handled::Done(result) = write_to(fd, source, Some(offset as u64), Call::Pwritev)
+            && let CallOutcome::Done(result) =
+                write_to(fd, source, Some(offset as u64), Call::Pwritev)
         {
             return with_errno(result);
         }
@@ -210,15 +216,15 @@ unsafe fn write_stub_with_flags(
         None => return fail(libc::EINVAL),
     };
     let explicit_offset = u64::try_from(offset).ok();
-    let handled = stub::write_stub(fd, source, explicit_offset, append, Call::Pwritev);
-    if let Handled::Done(0..) = handled
+    let outcome = stub::write_stub(fd, source, explicit_offset, append, Call::Pwritev);
+    if let CallOutcome::Done(0..) = outcome
         && flags & sync_flags != 0
         && let Some(Err(errno)) = stub::sync_stub(fd, true)
     {
         return fail(errno);
     }
-    match handled {
-        Handled::Done(result) => with_errno(result),
-        Handled::Forward(_) => forward!(PWRITEV2(fd, vectors, count, offset, flags)),
+    match outcome {
+        CallOutcome::Done(result) => with_errno(result),
+        CallOutcome::Forward(_) => forward!(PWRITEV2(fd, vectors, count, offset, flags)),
     }
 }

@@ -77,9 +77,9 @@ pub(crate) fn write_run_to_leases(
     LeaseWrite { done, lost: None }
 }
 
-/// Writes bytes from the begin of a run to the current lease, a slab of shared memory that only this process may fill.
-/// If the slab is full, it writes them to a new lease. Returns the number of written bytes, which may be less than the
-/// run has. `call_bytes` is the number that the program's call still has to write.
+/// Writes bytes from the beginning of a run to the current lease, a slab of shared memory that only this process may
+/// fill. If the slab is full, it writes them to a new lease. Returns the number of written bytes, which may be less
+/// than the run has. `call_bytes` is the number that the program's call still has to write.
 #[inline(always)]
 fn append_to_lease(
     locked: &mut LockedEntry,
@@ -111,7 +111,7 @@ fn append_to_lease(
                 return Ok(count.min(run.len()));
             }
             Appended::Revoked => return Err(LeaseLost::Revoked),
-            // The lease is full.
+            // The lease is full: nothing was appended.
             _ => {}
         }
     }

@@ -36,7 +36,8 @@ pub(crate) fn copy_out<F: Fallback>(
         let mut filled = 0;
         while filled < run.len() {
             let file_offset = offset.wrapping_add((done + filled) as u64);
-            filled += read.copy_some::<F>(locked, run.without_first(filled), file_offset)?;
+            filled +=
+                read.copy_from_one_place::<F>(locked, run.without_first(filled), file_offset)?;
         }
         done += run.len();
     }
@@ -64,7 +65,7 @@ impl ListRead {
     /// The list says where the bytes are: in the arena (shared memory), in a file of the backing (the directory below
     /// the mount), or in a gap, which the fallback (the kernel or firnd) reads. The error means that the list is void,
     /// or that the fallback could not read.
-    fn copy_some<F: Fallback>(
+    fn copy_from_one_place<F: Fallback>(
         &mut self,
         locked: &mut LockedEntry,
         run: Run<'_, Writable>,
@@ -115,7 +116,8 @@ impl ListRead {
     /// Reads the beginning of a run from a file of the backing, the directory below the mount. `extent` is the range of
     /// the file that is there, and `skipped_bytes` is the position in it.
     ///
-    /// Returns the number of bytes; `None` if nothing could be read, so that the fallback must find out why.
+    /// Returns the number of bytes; `None` if nothing could be read, so that the fallback must find out why. The error
+    /// means that the list is not valid any more.
     fn read_backing(
         &mut self,
         locked: &mut LockedEntry,
@@ -123,10 +125,12 @@ impl ListRead {
         extent: &Extent,
         skipped_bytes: u64,
     ) -> Result<Option<usize>, ListFailed> {
-        if !fetch::is_valid(locked) {
+        if !fetch::revalidate(locked) {
             return Err(ListFailed);
         }
-        let Some(file) = locked.list.file(extent.chunk) else {
+        // In the backing, `chunk` is the index of the file in the list.
+        let file_index = extent.chunk;
+        let Some(file) = locked.list.file(file_index) else {
             return Ok(None);
         };
         let backing_offset = match extent.at.checked_add(skipped_bytes) {
@@ -134,7 +138,7 @@ impl ListRead {
             _ => return Ok(None),
         };
         // Noted before the read: after the read it is checked that the descriptor still is the same file.
-        self.used_files |= 1 << extent.chunk;
+        self.used_files |= 1 << file_index;
         let result = run.read_from(file.fd, backing_offset);
         let count = usize::try_from(result).unwrap_or(0);
         report::count_backing(count);

@@ -16,7 +16,7 @@ const BEYOND_FILES: u64 = i64::MAX as u64;
 
 /// Fetches a *list* of the places of a file's bytes from firnd (the serving process), for a read at an offset, over a
 /// new connection if needed. Returns firnd's status; `None` if there is no connection or no memory.
-pub(crate) fn fetch_list(locked: &mut LockedEntry, offset: u64) -> Option<Status> {
+pub(crate) fn connect_and_fetch(locked: &mut LockedEntry, offset: u64) -> Option<Status> {
     // The token says how firnd names the open file, and at which socket. It may be known from the open already.
     let token = devices::first_token(locked.token).or_else(|| devices::fetch_token(locked.fd))?;
     locked.list.map_extents()?;
@@ -24,23 +24,23 @@ pub(crate) fn fetch_list(locked: &mut LockedEntry, offset: u64) -> Option<Status
     let extents = locked.list.free_extents()?;
     let (link, first_reply) = connect::connect_to_read(&token, request.extent_request(), extents)?;
     (locked.link, locked.token) = (link, token.token);
-    let status = fetch_from(locked, request, first_reply)?;
+    let status = fetch_answers(locked, request, first_reply)?;
     if status != Status::Ok || offset == 0 {
         return Some(status);
     }
-    // A list without files of the backing (the directory below the mount) has no time limit, and is to cover the whole
-    // file. An empty list may have extents before `offset`.
+    // A list without files of the backing (the directory below the mount) has no time limit, and must cover the whole
+    // file. An empty list shows only that nothing is listed from `offset` on; there may be extents before it.
     if !locked.list.has_time_limit() || locked.list.extents().is_empty() {
-        return fetch_known_list(locked);
+        return fetch_whole_list(locked);
     }
     Some(status)
 }
 
-/// Fetches a list from the beginning of the file, over the known connection.
-pub(crate) fn fetch_known_list(locked: &mut LockedEntry) -> Option<Status> {
+/// Fetches a list from the beginning of the file, over the known connection. Returns as [`connect_and_fetch`].
+pub(crate) fn fetch_whole_list(locked: &mut LockedEntry) -> Option<Status> {
     locked.list.map_extents()?;
     let request = ListRequest::new(locked, 0);
-    fetch_from(locked, request, None)
+    fetch_answers(locked, request, None)
 }
 
 /// A request for the extents from some offset on.
@@ -96,7 +96,7 @@ impl ListRequest {
 ///
 /// A list without files of the backing (the directory below the mount) is fetched up to the end of the file. If the
 /// list names such files, it is valid for a limited time, and only the first answer is fetched.
-fn fetch_from(
+fn fetch_answers(
     locked: &mut LockedEntry,
     mut request: ListRequest,
     mut first_reply: Option<Reply>,
@@ -153,7 +153,7 @@ pub(crate) fn extend_to(locked: &mut LockedEntry, offset: u64) -> Result<bool, L
         return Ok(true);
     }
     let may_extend = locked.list.has_time_limit() && offset < locked.list.size;
-    if !may_extend || !locked.list.prepare_extension(offset) {
+    if !may_extend || !locked.list.restart_or_extend(offset) {
         return Ok(false);
     }
     for _ in 0..REQUESTS_MAX {
@@ -188,13 +188,14 @@ pub(crate) fn request_again(
     Ok(locked.list.find_extent(offset))
 }
 
-/// Whether a list of the places of a file's bytes is still valid: it names files of the backing (the directory below
-/// the mount) for a limited time. If the time is over, firnd is asked, and may prolong it.
-pub(crate) fn is_valid(locked: &mut LockedEntry) -> bool {
+/// Makes sure that a list of the places of a file's bytes is still valid, and returns whether it is. A list names files
+/// of the backing (the directory below the mount) for a limited time. If the time is over, firnd is asked and may
+/// prolong it.
+pub(crate) fn revalidate(locked: &mut LockedEntry) -> bool {
     if !locked.list.is_expired() {
         return true;
     }
-    // At this offset no file has bytes, so the answer has no extents.
+    // No file has bytes at this offset, so the answer has no extents.
     let mut request = ListRequest::new(locked, BEYOND_FILES);
     let mut no_extents = [];
     let reply = connect::request_extents(

@@ -31,6 +31,7 @@ pub(crate) struct Attr {
 }
 
 impl Attr {
+    /// Takes the attributes out of an answer: `slot` is the number of blocks, and `count` says whether times are new.
     fn from_reply(reply: &Reply) -> Self {
         Self {
             size: reply.size,
@@ -86,8 +87,8 @@ pub(crate) fn request_attr_at_path(
                 Err(errno) => Some(Err(errno)),
             };
         }
-        // The connection has ended. The next firnd is tried, until the wait is over.
-        if let Err(errno) = wait.pause() {
+        // The connection has ended. It is made again when firnd is restarted, until the wait is over.
+        if let Err(errno) = wait.pause_and_reread_trees() {
             return Some(Err(errno));
         }
     }
@@ -158,11 +159,11 @@ fn tmpfs_handle(dir: c_int, path: *const libc::c_char, flags: c_int) -> Option<T
 }
 
 /// Lets firnd execute an operation on a stub (an empty file; firnd has its bytes), such as a truncation or a sync.
-/// Returns whether it succeeded; `None` if the descriptor is no stub.
+/// Returns the errno if it failed, and `None` if the descriptor is no stub.
 ///
 /// `arg` and `data` are the parameters of the operation. `size_after` is the size to which the file grows, if it is
 /// smaller now; the program's limit of file sizes is checked with it.
-fn request_success(
+fn execute(
     fd: c_int,
     op: Op,
     arg: u64,
@@ -188,7 +189,7 @@ fn request_success(
         data: data.into(),
         ..Payload::none()
     };
-    locked.stub.wrote |= matches!(op, Op::Truncate | Op::Allocate);
+    locked.stub.has_unreleased_writes |= matches!(op, Op::Truncate | Op::Allocate);
     let reply = send_request(&mut locked, op, arg, data.len() as u32, payload);
     Some(reply.map(drop))
 }
@@ -209,12 +210,12 @@ pub(crate) fn truncate_stub(fd: c_int, size: i64) -> Option<Result<(), c_int>> {
     if size < 0 {
         return Some(Err(libc::EINVAL));
     }
-    request_success(fd, Op::Truncate, size as u64, &[], size as u64)
+    execute(fd, Op::Truncate, size as u64, &[], size as u64)
 }
 
 /// fsync(2), or with `data_only` fdatasync(2). Returns `None` if the descriptor is no stub.
 pub(crate) fn sync_stub(fd: c_int, data_only: bool) -> Option<Result<(), c_int>> {
-    request_success(fd, Op::Sync, u64::from(data_only), &[], NO_GROWTH)
+    execute(fd, Op::Sync, u64::from(data_only), &[], NO_GROWTH)
 }
 
 /// fallocate(2) of a stub (an empty file; firnd has its bytes): reserves, frees or moves a range of the file. Returns
@@ -238,5 +239,5 @@ pub(crate) fn allocate_range(
         NO_GROWTH
     };
     let range = [offset as u64, len as u64];
-    request_success(fd, Op::Allocate, mode as u32 as u64, &range, size_after)
+    execute(fd, Op::Allocate, mode as u32 as u64, &range, size_after)
 }

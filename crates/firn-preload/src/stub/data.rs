@@ -5,9 +5,9 @@ use std::ffi::c_int;
 use rustix::process::Resource;
 
 use crate::descriptor;
-use crate::handled::{Handled, KernelCall};
 use crate::memory::{CALL_BYTES_MAX, Source, Target};
 use crate::offset::{self, CallRange, Claim};
+use crate::outcome::{CallOutcome, KernelCall};
 use crate::report::{self, Call};
 use crate::sharing;
 use crate::stub::attributes::sync_stub;
@@ -49,50 +49,51 @@ impl Append {
 }
 
 /// write(2) and its kin, for a stub (an empty file; firnd has its bytes), at the descriptor's offset or at
-/// `explicit_offset`. With O_SYNC the file is synced before it returns. [`Handled::Forward`] means that the descriptor
-/// is no stub, so the caller makes the kernel's call.
+/// `explicit_offset`. With O_SYNC the file is synced before it returns. [`CallOutcome::Forward`] means that the
+/// descriptor is no stub, so the caller makes the kernel's call.
 pub(crate) fn write_stub(
     fd: c_int,
     source: Source<'_>,
     explicit_offset: Option<u64>,
     append: Append,
     call: Call,
-) -> Handled {
+) -> CallOutcome {
     if source.is_outside() {
-        return Handled::from_errno(libc::EFAULT);
+        return CallOutcome::from_errno(libc::EFAULT);
     }
     let mut locked = match lock_stub(fd) {
         Entered::Locked(locked) => locked,
         Entered::Interrupted(entry) => {
             let written = write_in_handler(fd, entry, source, explicit_offset, append);
-            return Handled::from_result(written);
+            return CallOutcome::from_result(written);
         }
-        Entered::NotStub => return Handled::Forward(KernelCall::WITHOUT_OFFSET),
+        Entered::NotStub => return CallOutcome::Forward(KernelCall::WITHOUT_OFFSET),
         // A child of vfork(2) shares the memory of its parent, so it cannot lock the stub.
-        Entered::Vforked => return Handled::from_errno(libc::EIO),
+        Entered::Vforked => return CallOutcome::from_errno(libc::EIO),
     };
     let total = source.total().unwrap_or(CALL_BYTES_MAX);
-    if let Err(handled) = prepare_call(&mut locked, libc::O_RDONLY, total) {
-        return handled;
+    let forbidden_access = libc::O_RDONLY;
+    if let Err(outcome) = prepare_call(&mut locked, forbidden_access, total) {
+        return outcome;
     }
     let flags = locked.stub.flags;
     let range = CallRange {
         explicit_offset,
         total,
     };
-    let handled = if append.is_wanted(flags) {
+    let outcome = if append.is_wanted(flags) {
         append_all(locked, source, range)
     } else {
         write_within_limit(locked, source, range, call)
     };
     let is_synced = flags & (libc::O_SYNC | libc::O_DSYNC) != 0;
     if is_synced
-        && let Handled::Done(1..) = handled
+        && let CallOutcome::Done(1..) = outcome
         && let Some(Err(errno)) = sync_stub(fd, false)
     {
-        return Handled::from_errno(errno);
+        return CallOutcome::from_errno(errno);
     }
-    handled
+    outcome
 }
 
 /// Writes to a stub at its offset or at an explicit one, as far as the limit of file sizes allows.
@@ -101,12 +102,12 @@ fn write_within_limit(
     source: Source<'_>,
     range: CallRange,
     call: Call,
-) -> Handled {
+) -> CallOutcome {
     let total = match bytes_within_limit(&locked, range) {
         Ok(total) => total,
-        Err(errno) => return Handled::from_errno(errno),
+        Err(errno) => return CallOutcome::from_errno(errno),
     };
-    locked.stub.wrote = true;
+    locked.stub.has_unreleased_writes = true;
     let range = CallRange { total, ..range };
     descriptor::write_descriptor::<Socket>(locked, source, range, call)
 }
@@ -131,35 +132,35 @@ fn bytes_within_limit(locked: &LockedEntry, range: CallRange) -> Result<usize, c
 
 /// Prepares a read or write: makes sure that firnd knows the descriptor, and makes the offset private if possible.
 /// Returns `Err`, the result of the call, if the access mode is `forbidden_access`, if the call moves no bytes, or if
-/// no firnd is found.
+/// firnd does not run.
 fn prepare_call(
     locked: &mut LockedEntry,
     forbidden_access: c_int,
     total: usize,
-) -> Result<(), Handled> {
+) -> Result<(), CallOutcome> {
     if locked.stub.flags & libc::O_ACCMODE == forbidden_access {
-        return Err(Handled::from_errno(libc::EBADF));
+        return Err(CallOutcome::from_errno(libc::EBADF));
     }
     if total == 0 {
-        return Err(Handled::Done(0));
+        return Err(CallOutcome::Done(0));
     }
-    adopt(locked).map_err(Handled::from_errno)?;
+    adopt(locked).map_err(CallOutcome::from_errno)?;
     try_make_private(locked);
     Ok(())
 }
 
 /// Appends a source to the file. Unless the call named an offset, the descriptor's offset moves to the end of the file.
-fn append_all(mut locked: LockedEntry, source: Source<'_>, range: CallRange) -> Handled {
-    locked.stub.wrote = true;
+fn append_all(mut locked: LockedEntry, source: Source<'_>, range: CallRange) -> CallOutcome {
+    locked.stub.has_unreleased_writes = true;
     report::count_kernel(Call::Write);
     let appended = match append_source(&mut locked, source, range.total) {
         Ok(appended) => appended,
-        Err(errno) => return Handled::from_errno(errno),
+        Err(errno) => return CallOutcome::from_errno(errno),
     };
     if range.explicit_offset.is_none() {
         offset::set_offset(&locked, appended.end());
     }
-    Handled::Done(appended.count as isize)
+    CallOutcome::Done(appended.count as isize)
 }
 
 /// write(2) in a signal handler that has interrupted a hook on the same stub (an empty file; firnd has its bytes). This
@@ -203,7 +204,7 @@ fn write_in_handler(
 
 /// lseek(2) of a stub (an empty file; firnd has its bytes). In a signal handler that has interrupted a hook on the same
 /// stub, only an offset that needs no request can be found.
-pub(crate) fn seek_stub(fd: c_int, offset: i64, whence: c_int) -> Handled {
+pub(crate) fn seek_stub(fd: c_int, offset: i64, whence: c_int) -> CallOutcome {
     match lock_stub(fd) {
         Entered::Locked(mut locked) => {
             try_make_private(&mut locked);
@@ -214,9 +215,9 @@ pub(crate) fn seek_stub(fd: c_int, offset: i64, whence: c_int) -> Handled {
         }
         // The kernel knows the empty stub only, so it cannot find the end of the file.
         Entered::Interrupted(_) if !matches!(whence, libc::SEEK_SET | libc::SEEK_CUR) => {
-            Handled::from_errno(libc::EIO)
+            CallOutcome::from_errno(libc::EIO)
         }
-        _ => Handled::Forward(KernelCall::WITHOUT_OFFSET),
+        _ => CallOutcome::Forward(KernelCall::WITHOUT_OFFSET),
     }
 }
 
@@ -234,24 +235,25 @@ pub(crate) fn count_unread(fd: c_int) -> Result<i64, c_int> {
 
 /// read(2) and its kin, for a stub (an empty file; firnd has its bytes), at the descriptor's offset or at
 /// `explicit_offset`. It fails in a signal handler that has interrupted a hook on the same stub, and in a child of
-/// vfork(2). [`Handled::Forward`] means that the descriptor is no stub, so the caller makes the kernel's call.
+/// vfork(2). [`CallOutcome::Forward`] means that the descriptor is no stub, so the caller makes the kernel's call.
 pub(crate) fn read_stub(
     fd: c_int,
     target: Target<'_>,
     explicit_offset: Option<u64>,
     call: Call,
-) -> Handled {
+) -> CallOutcome {
     if target.is_outside() {
-        return Handled::from_errno(libc::EFAULT);
+        return CallOutcome::from_errno(libc::EFAULT);
     }
     let mut locked = match lock_stub(fd) {
         Entered::Locked(locked) => locked,
-        Entered::Interrupted(_) | Entered::Vforked => return Handled::from_errno(libc::EIO),
-        Entered::NotStub => return Handled::Forward(KernelCall::WITHOUT_OFFSET),
+        Entered::Interrupted(_) | Entered::Vforked => return CallOutcome::from_errno(libc::EIO),
+        Entered::NotStub => return CallOutcome::Forward(KernelCall::WITHOUT_OFFSET),
     };
     let total = target.total().unwrap_or(CALL_BYTES_MAX);
-    if let Err(handled) = prepare_call(&mut locked, libc::O_WRONLY, total) {
-        return handled;
+    let forbidden_access = libc::O_WRONLY;
+    if let Err(outcome) = prepare_call(&mut locked, forbidden_access, total) {
+        return outcome;
     }
     let range = CallRange {
         explicit_offset,

@@ -61,9 +61,9 @@ pub(crate) fn lock_stub(fd: c_int) -> Entered {
     }
 }
 
-/// Forgets a stub that was closed by a raw call, and informs firnd now. If no firnd runs, it does not wait for one.
+/// Forgets a stub that was closed by a raw call, and informs firnd now. If firnd does not run, it does not wait.
 fn release_closed_stub(locked: &mut LockedEntry) {
-    let was_adopted = locked.stub.adopted;
+    let was_adopted = locked.stub.is_adopted;
     let link = locked.link;
     let token = locked.token;
     forget_stub(locked);

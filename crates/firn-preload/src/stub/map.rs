@@ -115,7 +115,7 @@ fn copy_file(
         return Ok(0);
     }
     adopt(locked)?;
-    if Socket::has_list(locked, None, total) {
+    if Socket::ensure_list(locked, None, total) {
         if let Ok(done) = copy::copy_out::<Socket>(locked, target, offset, total) {
             return Ok(done);
         }

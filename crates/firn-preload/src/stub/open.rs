@@ -23,7 +23,8 @@ use crate::vfork::is_vfork_child;
 const USUAL_FD_LIMIT: c_int = 1024;
 
 /// Registers a descriptor of a regular file on `device` that was just opened with `flags`. Returns whether it is a
-/// stub, an empty file with its bytes in firnd. An error means that it is a stub and cannot be used.
+/// stub, an empty file with its bytes in firnd. Fails if it is a stub and cannot be used. A descriptor that firnd does
+/// not adopt as a stub is forgotten again.
 pub(crate) fn register_open(fd: c_int, device: u64, flags: c_int) -> Result<bool, c_int> {
     if is_vfork_child() || !trees::is_stub_on(fd, device) {
         return Ok(false);
@@ -140,9 +141,9 @@ pub(crate) fn close_stub(fd: c_int) -> isize {
         return 0;
     };
     let mut result = 0;
-    if locked.stub.adopted || locked.stub.wrote {
-        // Without written bytes nothing is lost if no firnd runs now.
-        let waits_for_firnd = locked.stub.wrote;
+    if locked.stub.is_adopted || locked.stub.has_unreleased_writes {
+        // If no bytes were written, nothing is lost even if firnd does not run now.
+        let waits_for_firnd = locked.stub.has_unreleased_writes;
         if let Err(errno) = release_token(&mut locked, waits_for_firnd) {
             result = -(errno as isize);
         }
@@ -151,7 +152,8 @@ pub(crate) fn close_stub(fd: c_int) -> isize {
     result
 }
 
-/// Informs firnd that a descriptor is closed. With `waits_for_firnd` it waits for the next firnd if none runs.
+/// Informs firnd that a descriptor is closed. With `waits_for_firnd` it waits until firnd is started,
+/// if it does not run.
 fn release_token(locked: &mut LockedEntry, waits_for_firnd: bool) -> Result<(), c_int> {
     return_private_offset(locked);
     if !waits_for_firnd {

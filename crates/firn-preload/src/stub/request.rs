@@ -1,8 +1,8 @@
 //! Makes requests to firnd about a stub (an empty file; firnd has its bytes), and repeats them if the connection ends.
 //!
 //! A stub is *adopted* before its first request: firnd gets a copy of the descriptor and returns a token. After a
-//! restart of firnd it is adopted again. If no firnd runs, a call waits for one, at most [`WAIT_MS`], and then fails
-//! with EIO.
+//! restart of firnd it is adopted again. If firnd does not run, a call waits until it is started, at most [`WAIT_MS`],
+//! and then fails with EIO.
 
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -17,17 +17,20 @@ use crate::sys;
 use crate::table::LockedEntry;
 use crate::trees;
 
-/// Longest time that a call waits for the next firnd, unless `FIRN_PRELOAD_WAIT` (in seconds) says otherwise.
+/// Longest time that a call waits until firnd is started, unless `FIRN_PRELOAD_WAIT` (in seconds) says otherwise.
 const WAIT_MS_DEFAULT: u32 = 10_000;
-/// Length field of a request to adopt a descriptor that no firnd has known.
+/// Value of the length field of a request to adopt a descriptor for the first time. If an earlier firnd had adopted it,
+/// the value is [`ADOPT_AGAIN`].
 const ADOPT_FIRST: u32 = 0;
 /// Time between two attempts to connect.
 const PAUSE_MS: u32 = 20;
-/// Descriptors that a new connection needs: its socket, and for a moment the arena or a copy of the socket.
+/// Number of free descriptors that a new connection needs: one for its socket, and one that is closed soon, for the
+/// arena or a copy of the socket.
 const CONNECT_DESCRIPTORS: usize = 2;
-/// Maximum number of connections that one request may use up.
+/// Maximum number of connections over which one request is tried.
 const CONNECTIONS_MAX: u32 = 64;
-/// Longest wait for a firnd, in milliseconds. An environment variable can change it at the start.
+/// Longest time that a call waits until firnd is started, in milliseconds. An environment variable can change it at the
+/// start.
 static WAIT_MS: AtomicU32 = AtomicU32::new(WAIT_MS_DEFAULT);
 
 /// Sets the longest wait, from the text of an environment variable. It is called once, at the start.
@@ -38,7 +41,7 @@ pub(crate) fn set_wait_limit(seconds: Option<&[u8]>) {
     }
 }
 
-/// The time that one call has waited for a firnd.
+/// The time that one call has waited until firnd is started.
 pub(crate) struct Wait {
     waited_ms: u32,
 }
@@ -48,9 +51,9 @@ impl Wait {
         Self { waited_ms: 0 }
     }
 
-    /// Pauses, and reads the runtime directory again, where a new firnd describes its tree. The error is EIO if the
-    /// call has waited long enough, and EMFILE or ENFILE if no descriptor is left to connect with.
-    pub(crate) fn pause(&mut self) -> Result<(), c_int> {
+    /// Pauses, and reads the runtime directory again, where a restarted firnd describes its tree. The error is EIO if
+    /// the call has waited long enough, and EMFILE or ENFILE if no descriptor is left to connect with.
+    pub(crate) fn pause_and_reread_trees(&mut self) -> Result<(), c_int> {
         sys::check_descriptors_left(CONNECT_DESCRIPTORS)?;
         if self.waited_ms >= WAIT_MS.load(Ordering::Relaxed) {
             return Err(libc::EIO);
@@ -63,9 +66,9 @@ impl Wait {
 }
 
 /// Makes sure that firnd (the serving process) knows the descriptor of a stub, an empty file with its bytes in firnd.
-/// It waits for a firnd for a limited time if none runs, and then returns an errno.
+/// If firnd does not run, it waits for a limited time until firnd is started, and then returns an errno.
 pub(crate) fn adopt(locked: &mut LockedEntry) -> Result<(), c_int> {
-    if locked.stub.adopted {
+    if locked.stub.is_adopted {
         return Ok(());
     }
     let mut wait = Wait::new();
@@ -77,7 +80,7 @@ pub(crate) fn adopt(locked: &mut LockedEntry) -> Result<(), c_int> {
         {
             return Ok(());
         }
-        if let Err(errno) = wait.pause() {
+        if let Err(errno) = wait.pause_and_reread_trees() {
             report::count_left(Reason::NoConnection);
             return Err(errno);
         }
@@ -89,7 +92,7 @@ pub(crate) fn adopt(locked: &mut LockedEntry) -> Result<(), c_int> {
 fn adopt_on_link(locked: &mut LockedEntry, link: u32) -> Result<bool, c_int> {
     let open_flags = locked.stub.flags & (libc::O_ACCMODE | libc::O_TRUNC);
     // The length field of this request says whether an earlier firnd has known the descriptor.
-    let adoption = if locked.stub.known {
+    let adoption = if locked.stub.was_adopted {
         ADOPT_AGAIN
     } else {
         ADOPT_FIRST
@@ -107,12 +110,12 @@ fn adopt_on_link(locked: &mut LockedEntry, link: u32) -> Result<bool, c_int> {
     check_status(&reply)?;
     locked.link = link;
     locked.token = reply.file_id;
-    locked.stub.adopted = true;
-    locked.stub.known = true;
+    locked.stub.is_adopted = true;
+    locked.stub.was_adopted = true;
     // firnd was informed of the truncation, which must not be repeated.
     locked.stub.flags &= !libc::O_TRUNC;
     // Grants and lists of an earlier firnd are void.
-    locked.stub.granted = false;
+    locked.stub.has_grant = false;
     locked.lease.clear_lease();
     locked.list.unmap_extents();
     Ok(true)
@@ -169,14 +172,14 @@ pub(crate) fn repeat_request(
                 // firnd may have executed the request before the connection ended.
                 to_error = WriteError::Unknown;
                 if !may_repeat {
-                    locked.stub.adopted = false;
+                    locked.stub.is_adopted = false;
                     return Err(to_error(libc::EIO));
                 }
             }
             Err(CallError::NotSent) => {}
         }
         // The next attempt makes the firnd that runs then know the descriptor.
-        locked.stub.adopted = false;
+        locked.stub.is_adopted = false;
     }
     Err(to_error(libc::EIO))
 }

@@ -13,11 +13,11 @@ use crate::connect;
 use crate::fallback::{
     Fallback, WriteError, is_full, postpone_after_end, postpone_after_lost_lease,
 };
-use crate::handled::Step;
 use crate::lease::LeaseLost;
 use crate::list::fetch;
 use crate::memory::{Readable, Run, Writable};
 use crate::offset::Claim;
+use crate::outcome::Step;
 use crate::report::{Call, Reason};
 use crate::stub::request::{request_size, send_request};
 use crate::stub::write::write_run;
@@ -34,8 +34,8 @@ pub(crate) enum Socket {}
 impl Fallback for Socket {
     /// Whether a write to a stub (an empty file; firnd has its bytes) may use leases, rights to fill slabs of shared
     /// memory. Asks firnd for a grant of them, unless the policy postpones that.
-    fn may_lease(locked: &mut LockedEntry, total: usize) -> bool {
-        if locked.stub.granted {
+    fn obtain_grant(locked: &mut LockedEntry, total: usize) -> bool {
+        if locked.stub.has_grant {
             return true;
         }
         if !locked.request_policy.may_request(total) {
@@ -48,21 +48,21 @@ impl Fallback for Socket {
                 // The first lease came with the grant.
                 locked.lease.is_next_requested = true;
                 locked.request_policy.begin_grant();
-                locked.stub.granted = true;
+                locked.stub.has_grant = true;
             }
             Some(reply) if is_full(&reply) => {
                 postpone_after_lost_lease(locked, LeaseLost::Full, UNCONNECTED_BYTES);
             }
             Some(_) => postpone_after_end(locked, Reason::Refused),
-            // The connection has ended, so the next firnd does not know the descriptor.
-            None => locked.stub.adopted = false,
+            // The connection has ended. A restarted firnd does not know the descriptor.
+            None => locked.stub.is_adopted = false,
         }
-        locked.stub.granted
+        locked.stub.has_grant
     }
 
     /// Whether a stub (an empty file; firnd has its bytes) has a list that says where its bytes are in shared memory.
     /// Asks firnd for a list if the read is large enough and the policy does not postpone that.
-    fn has_list(locked: &mut LockedEntry, _explicit_offset: Option<u64>, total: usize) -> bool {
+    fn ensure_list(locked: &mut LockedEntry, _explicit_offset: Option<u64>, total: usize) -> bool {
         if locked.stub.flags & libc::O_ACCMODE != libc::O_RDONLY {
             return false;
         }
@@ -73,7 +73,7 @@ impl Fallback for Socket {
         if !locked.request_policy.may_request(total) || (total as u64) < LIST_BYTES_MIN {
             return false;
         }
-        let status = fetch::fetch_known_list(locked);
+        let status = fetch::fetch_whole_list(locked);
         let is_listed = status == Some(Status::Ok) && !locked.list.extents().is_empty();
         if !is_listed {
             locked.list.unmap_extents();
@@ -91,20 +91,20 @@ impl Fallback for Socket {
         Ok(locked)
     }
 
-    fn lease_lost(
+    fn handle_lost_lease(
         mut locked: LockedEntry,
         _claim: &mut Claim,
         lost: LeaseLost,
         _done: usize,
         _call: Call,
     ) -> Step<LockedEntry> {
-        locked.stub.granted = false;
+        locked.stub.has_grant = false;
         locked.lease.clear_lease();
         postpone_after_lost_lease(&mut locked, lost, UNCONNECTED_BYTES);
         Ok(locked)
     }
 
-    fn list_lost(
+    fn handle_lost_list(
         mut locked: LockedEntry,
         _claim: &mut Claim,
         _explicit_offset: Option<u64>,

@@ -4,7 +4,7 @@
 //! Promises
 //! * A returned count is the number of stored bytes. If it is not known, the call fails ([`WriteError::Unknown`]).
 //! * An append is one request, so that firnd stores its bytes together and only once. Bytes that do not fit into a
-//!   packet are sent in a memory file (memfd_create(2)). firnd notes its progress there, so that the next firnd can
+//!   packet are sent in a memory file (memfd_create(2)). firnd notes its progress there, so that a restarted firnd can
 //!   finish.
 
 use std::ffi::{c_int, c_void};
@@ -18,8 +18,8 @@ use rustix::process::Resource;
 
 use crate::connect;
 use crate::fallback::{WriteError, write_runs};
-use crate::handled::Handled;
 use crate::memory::{Readable, Run, Source};
+use crate::outcome::CallOutcome;
 use crate::report::Call;
 use crate::stub::data::{Append, write_stub};
 use crate::stub::request::{check_status, repeat_request};
@@ -168,7 +168,7 @@ pub(crate) fn append_source(
 
 /// Appends a source to a stub (an empty file; firnd has its bytes) that may not become larger than `size_max`, by one
 /// request to firnd. Contiguous bytes that fit into a packet are sent in it, and others in a memory file, which has no
-/// name. Returns where they are in the file, and how many.
+/// name. Returns the range of the file that the appended bytes have.
 fn append_within(
     requester: &mut impl Requester,
     source: Source<'_>,
@@ -276,9 +276,9 @@ fn write_all_to_stub(fd: c_int, run: Run<'_, Readable>) -> Result<(), c_int> {
         let write =
             |source: Source<'_>| write_stub(fd, source, None, Append::AsOpened, Call::Write);
         match run.without_first(done).as_memory(write) {
-            Handled::Done(count) if count > 0 => done += count as usize,
-            Handled::Done(failure) => return Err(failure.wrapping_neg() as c_int),
-            Handled::Forward(_) => return Err(libc::EBADF),
+            CallOutcome::Done(count) if count > 0 => done += count as usize,
+            CallOutcome::Done(failure) => return Err(failure.wrapping_neg() as c_int),
+            CallOutcome::Forward(_) => return Err(libc::EBADF),
         }
     }
     Ok(())

@@ -1,5 +1,5 @@
-//! Operations that a parameter of a call selects, such as mkdir(2) for a new directory. Each operation is a *step*, at
-//! which a test may inject a fault, with its own name.
+//! The operations behind the calls in `calls`. Some calls have one for each kind of object, such as mkdir(2) for a new
+//! directory. Each operation is a *step* with its own name, at which a test may inject a fault.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -92,7 +92,7 @@ impl SimBacking {
         if disk.inode(ino)?.is_dir() {
             return Err(Errno::ISDIR);
         }
-        disk.change(&[NewName {
+        disk.apply_name_changes(&[NewName {
             dir: parent.ino,
             name,
             ino: None,
@@ -117,7 +117,7 @@ impl SimBacking {
         if !inode.entries.is_empty() {
             return Err(Errno::NOTEMPTY);
         }
-        disk.change(&[NewName {
+        disk.apply_name_changes(&[NewName {
             dir: parent.ino,
             name,
             ino: None,

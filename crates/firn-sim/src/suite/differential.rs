@@ -144,6 +144,10 @@ fn random_mode(rng: &mut StdRng) -> u32 {
     rng.random_range(0..0o10000)
 }
 
+/// Flags of renameat2(2) from which a rename chooses: often none, RENAME_NOREPLACE, RENAME_EXCHANGE, and both, which is
+/// an error.
+const RENAME_FLAGS: [u32; 5] = [0, 0, 1, 2, 3];
+
 /// Chooses the next call. Tests name calls by their seeds, so a seed must always lead to the same calls.
 fn random_call(rng: &mut StdRng) -> Call {
     let path = random_path(rng);
@@ -167,7 +171,7 @@ fn random_call(rng: &mut StdRng) -> Call {
         9..=11 => Call::Rename {
             path,
             new_path: random_path(rng),
-            flags: [0, 0, 1, 2, 3][rng.random_range(0..5)],
+            flags: RENAME_FLAGS[rng.random_range(0..RENAME_FLAGS.len())],
         },
         12 => Call::Chmod {
             path,
@@ -190,7 +194,7 @@ fn random_call(rng: &mut StdRng) -> Call {
     }
 }
 
-/// Chooses a call that changes the bytes of a file. `number` is 16 or more.
+/// Chooses a call that changes the bytes of a file. `number` is what [`random_call`] has drawn, from 16 to 19.
 fn random_data_call(number: i32, path: Path, rng: &mut StdRng) -> Call {
     match number {
         16 | 17 => {
@@ -303,8 +307,8 @@ fn make_call<B: Backing>(backing: &B, call: &Call) -> Result<u64, Errno> {
     }
 }
 
-/// Makes a call that makes an object. Returns a number by which the new objects are compared: the mode, or the length
-/// of a symbolic link.
+/// Executes a call that creates an object. Returns a number by which the new objects are compared: the mode, or the
+/// length of a symbolic link.
 fn make_object<B: Backing>(backing: &B, call: &Call) -> Result<u64, Errno> {
     let caller = own_caller();
     let mode_of = |attr: Attr| u64::from(attr.mode);

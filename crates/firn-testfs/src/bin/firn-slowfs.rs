@@ -14,25 +14,22 @@ const USAGE: &str = "usage: firn-slowfs SOURCE MOUNT_POINT [ROUND_TRIP_US MIB_PE
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
-    let (paths, speed) = match args[..] {
-        [source, mount_point] => ((source, mount_point), Some(Speed::NFS)),
+    let parsed_args = match args[..] {
+        [source, mount_point] => Some((source, mount_point, Speed::NFS)),
         [source, mount_point, round_trip_us, mib_per_s] => {
-            ((source, mount_point), parse_speed(round_trip_us, mib_per_s))
+            let speed = parse_speed(round_trip_us, mib_per_s);
+            speed.map(|speed| (source, mount_point, speed))
         }
-        // Without a speed the arguments are wrong.
-        _ => (("", ""), None),
+        _ => None,
     };
-    let Some(speed) = speed else {
+    let Some((source, mount_point, speed)) = parsed_args else {
         eprintln!("{USAGE}");
         return ExitCode::from(2);
     };
-    match serve(Path::new(paths.0), Path::new(paths.1), speed) {
+    match serve(Path::new(source), Path::new(mount_point), speed) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!(
-                "firn-slowfs: cannot serve {} at {}: {error}",
-                paths.0, paths.1
-            );
+            eprintln!("firn-slowfs: cannot serve {source} at {mount_point}: {error}");
             ExitCode::FAILURE
         }
     }

@@ -1,4 +1,4 @@
-//! The result of a program's call in this library: it is done, or the kernel must serve it.
+//! The outcome of a program's call in this library: it is done, or the kernel must serve it.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering;
@@ -6,18 +6,19 @@ use std::sync::atomic::Ordering;
 use crate::sys::with_errno;
 use crate::table::Entry;
 
-/// Result of a call in this library.
-pub(crate) enum Handled {
+/// Outcome of a call in this library.
+pub(crate) enum CallOutcome {
     /// The call is done, with this result. A negative result is `-errno`.
     Done(isize),
     /// The kernel must serve the call. The caller makes the call, and then finishes this value.
     Forward(KernelCall),
 }
 
-/// Result of one step of a call. `Err` ends the call with its result; `Ok` means that the call continues.
-pub(crate) type Step<T> = Result<T, Handled>;
+/// Result of one step of a call. `Ok` means that the call continues. `Err` ends the call here: with its result, which
+/// may be a success, or because the kernel must serve it. So `?` ends the call too.
+pub(crate) type Step<T> = Result<T, CallOutcome>;
 
-impl Handled {
+impl CallOutcome {
     /// Makes the result of a call that has moved some bytes or has failed with an errno.
     pub(crate) fn from_result(result: Result<usize, c_int>) -> Self {
         match result {
@@ -44,7 +45,7 @@ impl Handled {
     pub(crate) fn from_step(step: Step<usize>) -> Self {
         match step {
             Ok(count) => Self::Done(count as isize),
-            Err(handled) => handled,
+            Err(outcome) => outcome,
         }
     }
 }
