@@ -10,11 +10,13 @@
 //! * An arena that holds data is never changed in shape and never removed here.
 //! * An arena that belongs to another backing, or has a spill file that another user could have made, is an error.
 
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use firn_arena::{Arena, ArenaError, Damage, Identity, SpillFault, StoredPiece, Topology};
 use firn_engine::StoredArena;
 use firn_format::quote::quoted_path;
+use firn_format::superblock;
 use firn_transact::ArenaId;
 
 use crate::error::AttachError;
@@ -149,11 +151,14 @@ fn refuse_foreign_arena(
     identity: &Identity,
     arena: &Arena,
 ) -> Result<(), AttachError> {
-    let arena_backing = PathBuf::from(os_string(&arena.superblock().backing_path));
-    if arena_backing != identity.backing {
+    let stored_path = &arena.superblock().backing_path;
+    let path_bytes = identity.backing.as_os_str().as_bytes();
+    // A superblock has the beginning of a long path. The name of the arena's file is a hash of the whole path.
+    let beginning = &path_bytes[..path_bytes.len().min(superblock::PATH_MAX)];
+    if stored_path != beginning {
         return Err(AttachError::ArenaForeign {
             path: path.to_owned(),
-            found: quoted_path(&arena_backing),
+            found: quoted_path(&PathBuf::from(os_string(stored_path))),
         });
     }
     Ok(())

@@ -139,32 +139,32 @@ impl TakenOverMount {
 
     /// Returns the time of the last death of a firnd by which transactions were aborted, since the host started.
     fn last_loss(&self) -> Option<Duration> {
+        if self.died_during_abort() {
+            return Some(self.death_time);
+        }
         let scopes = self.resumed.table.undone_scopes();
         let last_death = scopes.iter().map(|scope| scope.died_ticks).max()?;
         Some(time_from_clock_ticks(last_death))
+    }
+
+    /// Returns whether the earlier firnd died during an abort. The transaction may have ended before the kernel was
+    /// informed. Then nothing else shows that the kernel still has names and bytes of it.
+    fn died_during_abort(&self) -> bool {
+        let transactions = &self.resumed.contents.transactions;
+        transactions.iter().any(|stored| stored.entry.is_ending)
     }
 
     /// Returns the paths of aborted transactions of which the kernel may still cache names and bytes. The empty path
     /// stands for the whole mount.
     fn scopes_to_invalidate(&self) -> BTreeSet<Vec<u8>> {
         const WHOLE_MOUNT: Vec<u8> = Vec::new();
-        let contents = &self.resumed.contents;
-        let died_during_abort = contents
-            .transactions
-            .iter()
-            .any(|stored| stored.entry.is_ending);
-        if died_during_abort {
-            // firnd died during an abort, perhaps after the transaction had ended and before the kernel was informed.
-            // The live table has no path of the transaction, so the whole mount counts.
-            return BTreeSet::from([WHOLE_MOUNT]);
-        }
         let scopes = self.resumed.losses.lock().scopes.clone();
-        if !scopes.is_empty() {
+        if !scopes.is_empty() && !self.died_during_abort() {
             return scopes;
         }
         match self.last_loss() {
-            // The firnd that aborted the transactions has died too, and the live table has no full paths. So the whole
-            // mount counts.
+            // The firnd that aborted the transactions has died, and the live table has no full paths. So the whole mount
+            // counts.
             Some(loss) if uptime().saturating_sub(loss) < RECENT_LOSS => {
                 BTreeSet::from([WHOLE_MOUNT])
             }

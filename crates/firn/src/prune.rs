@@ -111,8 +111,8 @@ pub fn decide_removals(directory: &Directory, keep: usize) -> Result<DirectoryDe
 /// Removes a checkpoint for which [`decide_removals`] has returned [`Verdict::Remove`].
 ///
 /// First renames the checkpoint, so that programs can no longer open it. Then checks its identity and its open files
-/// again. If it is another directory or open now, it gets its name back. If a check itself fails or the process is
-/// killed, the checkpoint stays renamed, and [`finish_removals`] removes it later.
+/// again. If a check fails, the checkpoint gets its name back. If the process is killed, the checkpoint stays renamed,
+/// and [`finish_removals`] removes it later.
 pub fn remove_checkpoint(
     directory: &Directory,
     checkpoint: &CheckpointDecision,
@@ -120,21 +120,36 @@ pub fn remove_checkpoint(
     let name = &checkpoint.name;
     let removal_name = removal_name(name);
     rename_checkpoint(directory, name, &removal_name)?;
+    match check_renamed(directory, &removal_name, checkpoint) {
+        Ok(Removal::Removed) => {
+            remove_renamed(directory, &removal_name, checkpoint.object)?;
+            Ok(Removal::Removed)
+        }
+        outcome => {
+            rename_checkpoint(directory, &removal_name, name)?;
+            outcome
+        }
+    }
+}
+
+/// Returns whether a checkpoint, which has its name of a removal now, may be removed. Fails if another directory was
+/// moved to its old name after the decision.
+fn check_renamed(
+    directory: &Directory,
+    removal_name: &OsStr,
+    checkpoint: &CheckpointDecision,
+) -> Result<Removal, Failure> {
     let is_same_directory = directory
-        .stat_name(&removal_name)?
+        .stat_name(removal_name)?
         .is_some_and(|stat| ObjectId::from_stat(&stat) == checkpoint.object);
     if !is_same_directory {
-        // Another directory was moved to the name after the verdict.
-        rename_checkpoint(directory, &removal_name, name)?;
-        let path = directory.path().join(name);
+        let path = directory.path().join(&checkpoint.name);
         return Err(failed(&path)(Errno::STALE).into());
     }
-    if directory.is_open(&removal_name)? {
-        // A program opened a file of the checkpoint after the verdict.
-        rename_checkpoint(directory, &removal_name, name)?;
+    // A program may have opened a file of the checkpoint after the decision.
+    if directory.is_open(removal_name)? {
         return Ok(Removal::Opened);
     }
-    remove_renamed(directory, &removal_name, checkpoint.object)?;
     Ok(Removal::Removed)
 }
 

@@ -19,9 +19,6 @@ use super::{attr::attr, proc::FdPath};
 use crate::{Access, Attr, Errno, Kind, Result};
 
 /// Serializes the widening of modes, so that one thread does not take away the bits that another one needs.
-///
-/// Known race: the mode to restore is read before the lock. If another thread has widened it then, the widened mode is
-/// restored.
 static WIDENING: Mutex<()> = Mutex::new(());
 
 /// Opens the regular file of `inode`. Fails with EISDIR, ELOOP or ENXIO for an object of another kind.
@@ -91,19 +88,20 @@ fn open_with_more_rights(
     if attr.uid != uid {
         return Err(Errno::ACCESS);
     }
-    open_with_widened_mode(path, attr, access, try_open)
+    open_with_widened_mode(path, access, try_open)
 }
 
 /// Opens a file or directory of this process's user after adding the mode bits that `access` needs. Restores the mode
-/// of `attr` afterwards. If the mode cannot be restored, fails even if the file was opened.
+/// afterwards. If the mode cannot be restored, fails even if the file was opened.
 fn open_with_widened_mode(
     path: &FdPath,
-    attr: &Attr,
     access: Access,
     try_open: &dyn Fn() -> Result<OwnedFd>,
 ) -> Result<OwnedFd> {
     let _widening = WIDENING.lock();
-    let mode = Mode::from_raw_mode(attr.mode & MODE_BITS);
+    // Another thread may have restored the mode since the caller read it.
+    let stat = rustix::fs::stat(path.as_c_str())?;
+    let mode = Mode::from_raw_mode(stat.st_mode & MODE_BITS);
     let needed_bits = match access {
         Access::Read => Mode::RUSR,
         Access::Write => Mode::WUSR,
