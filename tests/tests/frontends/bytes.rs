@@ -204,6 +204,27 @@ fn checkpoints_with_such_names_are_pruned_by_their_own_files() {
     mount.umount();
 }
 
+/// The arena's superblock has room for 3072 bytes of the path.
+#[test]
+fn regression_data_over_a_backing_with_a_long_path_is_found_again() {
+    let sandbox = Sandbox::new("bytes-long");
+    let mut backing = sandbox.join("backing");
+    while backing.as_os_str().len() < 3500 {
+        backing.push("d".repeat(200));
+    }
+    fs::create_dir_all(&backing).expect("mkdir");
+    let mount = FirnMount::over(&sandbox, &backing, &patient("close=held"));
+    fs::write(mount.join("file"), bytes(1, 5_000)).expect("write");
+    mount.kill();
+    let mount = FirnMount::over(&sandbox, &backing, &patient("close=held"));
+    assert_eq!(fs::read(mount.join("file")).expect("read"), bytes(1, 5_000));
+    mount.umount();
+    assert_eq!(
+        fs::read(backing.join("file")).expect("read"),
+        bytes(1, 5_000)
+    );
+}
+
 /// What the backing refuses, and what has no file any more, is told by its name.
 #[test]
 fn errors_and_lost_files_have_their_exact_names() {
