@@ -158,7 +158,7 @@ impl ReadCandidate<'_> {
     /// Reads the whole file in a new process, with `block_bytes` bytes in each read, or through a mapping. Returns
     /// throughput and processor time as a sample.
     fn measure(&self, size: u64, block_bytes: u64, mmap: bool) -> anyhow::Result<Sample> {
-        // About 1 GiB is read: a small file several times.
+        // A file of at most 512 MiB is read several times: at most four times, and at most 1 GiB in total.
         let passes = ((1 << 30) / size).clamp(1, 4);
         let cpu_before = self.mount.as_ref().map_or(0.0, Mount::cpu_s);
         let task = Task::Read {

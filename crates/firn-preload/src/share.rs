@@ -54,7 +54,7 @@ pub(crate) fn prepare_for_exec() {
     end_sharing();
 }
 
-/// Maximum number of sockets that a process has, one for each arena.
+/// Maximum number of sockets that a process has: as many as `connect` has places for connections.
 const SOCKETS_MAX: usize = 4;
 /// Sockets of the parent that a child of fork(2) must close. They are stored here, because the child finds an empty
 /// table.

@@ -238,8 +238,7 @@ impl Map {
     /// Writes a new log with the whole map (which stub is at which path), and replaces the old log by it with a rename.
     ///
     /// Later changes go to the new log, also if this function fails after it has created it. Until the rename, the old
-    /// log remains complete. `is_filled`: the tree has stubs
-    /// for everything, so programs may have used it.
+    /// log remains complete. `is_filled`: the tree has stubs for everything, so programs may have used it.
     fn rewrite_log(&mut self, head: &LogHead, is_filled: bool) -> io::Result<()> {
         self.log = create_new_log(&self.path)?;
         self.append(&[b"H", &head.backing, format_id(head.root).as_bytes()])?;
