@@ -134,7 +134,7 @@ mod tests {
         assert_eq!(options[0].text.as_encoded_bytes(), b"/disk/caf\xe9");
         let error = parse_text(r#"spill = { escaped = "\\e9" }"#).unwrap_err();
         assert!(
-            error.contains("spill: a backslash is followed by"),
+            error.contains("spill: after a backslash, write"),
             "{error}"
         );
         assert!(

@@ -307,7 +307,7 @@ mod tests {
         for name in [LANES, TOKENS, VERSION] {
             assert!(!refused(&[(name, "ours")], &[(name, "theirs")]));
             let text = differences(&[(name, "ours")], &[(name, "theirs")])[0].describe();
-            let begin = format!("host b has {name} theirs, this one ours: ");
+            let begin = format!("host b has {name} theirs, this host ours: ");
             assert!(text.starts_with(&begin), "{text}");
         }
     }
