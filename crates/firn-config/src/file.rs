@@ -133,10 +133,7 @@ mod tests {
         let options = parse_text(r#"spill = { escaped = "/disk/caf\\xe9" }"#).unwrap();
         assert_eq!(options[0].text.as_encoded_bytes(), b"/disk/caf\xe9");
         let error = parse_text(r#"spill = { escaped = "\\e9" }"#).unwrap_err();
-        assert!(
-            error.contains("spill: after a backslash, write"),
-            "{error}"
-        );
+        assert!(error.contains("spill: after a backslash, write"), "{error}");
         assert!(
             parse_text(r#"spill = { escape = "/" }"#)
                 .unwrap_err()

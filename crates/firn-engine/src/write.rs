@@ -324,8 +324,8 @@ impl<B: Backing> Writes<B> {
             return Ok(None);
         }
         if let Err(error) = state.reserve_view(offset, u64::from(reserved.len)) {
-            tracing::warn!(%error, path = %file.shown(), "no memory to store a write where programs read the file \
-                directly; the write fails");
+            tracing::warn!(%error, path = %file.shown(), "a write fails: there is no memory for it in the copy of \
+                the file that programs read directly");
             // Room in the arena would not help, so the writer must not wait for it.
             return Err(Errno::NOSPC);
         }

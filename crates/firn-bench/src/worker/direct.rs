@@ -26,7 +26,7 @@ pub(super) fn make(path: &Path, bytes: u64) -> anyhow::Result<File> {
     Ok(file)
 }
 
-/// Makes `count` sequential writes of `bytes` bytes. `buffer` must have [`room`] for an aligned block of this size.
+/// Makes `count` sequential writes of `bytes` bytes. `buffer` must have space for an aligned block of this size.
 pub(super) fn write(file: &File, count: u64, bytes: u64, buffer: &[u8]) -> anyhow::Result<()> {
     let skip = buffer.as_ptr().align_offset(ALIGN);
     let block = &buffer[skip..][..bytes as usize];

@@ -750,7 +750,8 @@ impl super::RuleTable {
             if result.outcome == JointOutcome::Aborted {
                 return Err(Errno::IO);
             }
-            // After a close, programs must see the committed names, so it also waits until the kernel's cache is clear.
+            // After a close, programs must see the committed names. So the close also waits until the kernel's cache is
+            // clear.
             if result.is_cache_clear || event != EventKind::Close {
                 return Ok(false);
             }

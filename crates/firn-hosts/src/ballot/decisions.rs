@@ -88,7 +88,7 @@ pub struct View<H: Ord, D> {
     pub decision: Option<D>,
     /// Hosts that have recorded that they make no more changes, so that the work may begin ([`Plan::stops_first`]).
     pub stopped: BTreeSet<H>,
-    /// The host that each claim gives its unit to, by the name of the claim ([`Unit::claim`]).
+    /// The host that each claim gives its unit to, by the name of the claim.
     pub claimed: BTreeMap<String, Claimant<H>>,
     /// Names of the units that are done.
     pub done: BTreeSet<String>,

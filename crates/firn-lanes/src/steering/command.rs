@@ -100,7 +100,8 @@ impl Driver for ProgramOfSite {
     }
 
     /// Lets the program create the file on the server of this lane. If the program fails, creates the file without a
-    /// choice of the server; `acceptance` in the result is then the reason. Fails with EEXIST if the name exists.
+    /// choice of the server; `acceptance` in the result is then an error with the reason. Fails with EEXIST if the name
+    /// exists.
     fn create(&self, new: &NewFile<'_>, lane: usize) -> Result<Created> {
         // A file of this name must not be taken for one that the program created.
         match statat(new.parent, new.name, AtFlags::SYMLINK_NOFOLLOW) {

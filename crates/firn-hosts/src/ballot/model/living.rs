@@ -388,7 +388,7 @@ impl State {
         })
     }
 
-    /// Makes the call that a host chose from its last listing, and sets its next phase.
+    /// Makes the call that a host decided on by what its last listing showed, and sets the host's next phase.
     ///
     /// `locked_elsewhere` has a bit for each claim (the lock on a unit of work) that the host found locked by another
     /// host.
