@@ -352,7 +352,10 @@ fn copies_of_a_lost_arena_stay_until_the_backing_has_them() {
     fs::create_dir_all(&top).expect("mkdir");
     fs::write(top.join("newer"), b"newer").expect("write");
     wait_until("it is told", LIMIT, || {
-        again.partner().note.contains("from before n0 lost its memory")
+        again
+            .partner()
+            .note
+            .contains("from before n0 lost its memory")
     });
     let other = again.write("step_2", 4);
     again.wait(&other, "partnered", "60s").ok();
