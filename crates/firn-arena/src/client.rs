@@ -28,7 +28,7 @@ use firn_format::superblock::state_word;
 
 use crate::arena::Arena;
 use crate::lease::Lease;
-use crate::lingering::{LingeringWriter, try_clear_writer_word};
+use crate::lingering::{LingeringWriter, try_clear_writer_word, try_poison};
 use crate::map::crash_point;
 use crate::refs::{PieceRef, SlabRef};
 
@@ -395,13 +395,7 @@ impl Arena {
                 continue;
             }
             crash_point();
-            let poisoned = seal.compare_exchange(
-                seal_before,
-                poison_seal(generation),
-                Ordering::SeqCst,
-                Ordering::Relaxed,
-            );
-            if poisoned.is_ok() {
+            if try_poison(seal, seal_before, generation) {
                 return Ok(());
             }
         }

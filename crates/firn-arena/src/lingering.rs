@@ -15,7 +15,7 @@
 //! Relies on: a caller that adds a slab here has pinned it, and unpins it when [`LingeringWriters::take_finished`]
 //! returns it.
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use firn_format::data_socket::OFFSET_MAX;
 use firn_format::geometry::WORDS_COUNT;
@@ -196,6 +196,14 @@ fn void_records_beyond_offset_max(tables: &Tables, slab: SlabRef, class: Class, 
     }
 }
 
+/// Poisons a record that is not published, so that it never can be. Returns false, without a change, if the client has
+/// changed its seal since `seal_before` was read.
+pub(crate) fn try_poison(seal: &AtomicU64, seal_before: u64, generation: u64) -> bool {
+    let poison = poison_seal(generation);
+    seal.compare_exchange(seal_before, poison, Ordering::SeqCst, Ordering::Relaxed)
+        .is_ok()
+}
+
 /// Makes sure that the client of a slab can publish nothing more in this lease. Each published record is frozen: it
 /// remains valid, but cannot grow. The first record that is not published is poisoned: it can never be published. A
 /// client publishes the records in order, so none can follow it.
@@ -217,13 +225,7 @@ fn poison_slab(tables: &Tables, slab: SlabRef, class: Class, generation: u64) {
                 seal.fetch_or(FROZEN, Ordering::SeqCst);
                 break;
             }
-            let poisoned = seal.compare_exchange(
-                seal_before,
-                poison_seal(generation),
-                Ordering::SeqCst,
-                Ordering::Relaxed,
-            );
-            if poisoned.is_ok() {
+            if try_poison(seal, seal_before, generation) {
                 return;
             }
         }

@@ -415,7 +415,8 @@ impl Passthrough {
     /// Mounts a FUSE file system that passes every request on to a directory. Creates that directory and the mount
     /// point below `dir`.
     fn start(dir: &Path) -> anyhow::Result<Self> {
-        let (backing_dir, mount_point) = (dir.join("passthrough.b"), dir.join("passthrough"));
+        let backing_dir = dir.join("passthrough.b");
+        let mount_point = dir.join("passthrough");
         std::fs::create_dir_all(&backing_dir)?;
         std::fs::create_dir_all(&mount_point)?;
         let server = Server::Plain {

@@ -474,7 +474,8 @@ fn read_mapped(path: &PathBuf, passes: u64, buffer: &mut [u8]) -> anyhow::Result
         // SAFETY: this is a new mapping at an address that the kernel chooses. The file is not truncated while it is
         // read, because only the benchmark uses it.
         let start = unsafe {
-            let (any_address, fd) = (std::ptr::null_mut(), file.as_raw_fd());
+            let any_address = std::ptr::null_mut();
+            let fd = file.as_raw_fd();
             libc::mmap(any_address, len, libc::PROT_READ, libc::MAP_SHARED, fd, 0)
         };
         if start == libc::MAP_FAILED {

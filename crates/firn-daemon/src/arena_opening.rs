@@ -16,7 +16,6 @@ use std::path::{Path, PathBuf};
 use firn_arena::{Arena, ArenaError, Damage, Identity, SpillFault, StoredPiece, Topology};
 use firn_engine::StoredArena;
 use firn_format::quote::quoted_path;
-use firn_format::superblock;
 use firn_transact::ArenaId;
 
 use crate::error::AttachError;
@@ -151,14 +150,11 @@ fn refuse_foreign_arena(
     identity: &Identity,
     arena: &Arena,
 ) -> Result<(), AttachError> {
-    let stored_path = &arena.superblock().backing_path;
-    let path_bytes = identity.backing.as_os_str().as_bytes();
-    // A superblock has the beginning of a long path. The name of the arena's file is a hash of the whole path.
-    let beginning = &path_bytes[..path_bytes.len().min(superblock::PATH_MAX)];
-    if stored_path != beginning {
+    let superblock = arena.superblock();
+    if !superblock.is_for_backing(identity.backing.as_os_str().as_bytes()) {
         return Err(AttachError::ArenaForeign {
             path: path.to_owned(),
-            found: quoted_path(&PathBuf::from(os_string(stored_path))),
+            found: quoted_path(&PathBuf::from(os_string(&superblock.backing_path))),
         });
     }
     Ok(())

@@ -253,15 +253,46 @@ mod tests {
         pid: 1,
     };
 
+    /// A file that was just created in a backing.
+    struct NewFile {
+        names: Names<SimBacking>,
+        object: <SimBacking as Volume>::Inode,
+        attr: Attr,
+    }
+
+    impl NewFile {
+        const NAME: &str = "file";
+
+        fn create() -> Self {
+            let backing = SimBacking::new();
+            let root = backing.root();
+            let root_attr = backing.attr(&root).expect("root");
+            let names = Names::new(root.clone(), &root_attr, false, 16);
+            let created = backing.create(&CALLER, &root, OsStr::new(Self::NAME), 0o644);
+            let (object, _, attr) = created.expect("create");
+            Self {
+                names,
+                object,
+                attr,
+            }
+        }
+
+        /// Registers an object with these attributes under the file's name.
+        fn register_with(&self, attr: &Attr) -> Arc<Inode<SimBacking>> {
+            let name = OsStr::new(Self::NAME);
+            let object = self.object.clone();
+            self.names
+                .register(object, attr, self.names.root(), name, 0)
+        }
+
+        fn register(&self) -> Arc<Inode<SimBacking>> {
+            self.register_with(&self.attr)
+        }
+    }
+
     #[test]
     fn a_file_is_there_as_long_as_it_is_in_use() {
-        let backing = SimBacking::new();
-        let root = backing.root();
-        let attr = backing.attr(&root).expect("root");
-        let names = Names::<SimBacking>::new(root.clone(), &attr, false, 16);
-        let name = OsStr::new("file");
-        let (object, _, attr) = backing.create(&CALLER, &root, name, 0o644).expect("create");
-        let inode = names.register(object, &attr, names.root(), name, 0);
+        let inode = NewFile::create().register();
         let files = FileTable::default();
         let file = files.get_or_insert(&inode, Route::default(), |state| {
             state.direct.add_chunk_list();
@@ -285,26 +316,21 @@ mod tests {
     /// A write to the new file failed with ESTALE.
     #[test]
     fn regression_a_removed_file_and_a_new_one_with_its_number_are_two_files() {
-        let backing = SimBacking::new();
-        let root = backing.root();
-        let attr = backing.attr(&root).expect("root");
-        let names = Names::<SimBacking>::new(root.clone(), &attr, false, 16);
-        let name = OsStr::new("file");
-        let (object, _, attr) = backing.create(&CALLER, &root, name, 0o644).expect("create");
-        let removed_inode = names.register(object.clone(), &attr, names.root(), name, 0);
+        let created = NewFile::create();
+        let removed_inode = created.register();
         let files = FileTable::default();
         let removed = files.get_or_insert(&removed_inode, Route::default(), |state| {
             state.direct.add_chunk_list();
         });
-        let birth = attr.btime.expect("a birth time");
+        let birth = created.attr.btime.expect("a birth time");
         let new_attr = Attr {
             btime: Some(Time {
                 sec: birth.sec + 1,
                 ..birth
             }),
-            ..attr
+            ..created.attr
         };
-        let new_inode = names.register(object, &new_attr, names.root(), name, 0);
+        let new_inode = created.register_with(&new_attr);
         assert!(files.get(&new_inode).is_none());
         let new = files.get_or_insert(&new_inode, Route::default(), |_| {});
         assert!(Arc::ptr_eq(&new.inode, &new_inode) && !Arc::ptr_eq(&new, &removed));

@@ -26,7 +26,7 @@ pub const MAGIC: [u8; 8] = *b"FIRNAREN";
 pub const VERSION: u32 = 5;
 /// Length of the superblock in bytes.
 pub const SUPERBLOCK_BYTES: usize = 4096;
-/// Maximum length of the stored path of a backing. A longer path is cut, and then is not that of the backing.
+/// Maximum length of the stored path of a backing. A longer path is cut.
 pub const PATH_MAX: usize = 3072;
 /// Maximum length of the path of a spill file. An arena with a longer one is not made.
 pub const SPILL_PATH_MAX: usize = 920;
@@ -121,6 +121,12 @@ impl Superblock {
         page
     }
 
+    /// Returns whether the arena belongs to the backing at `path`. Of a path that is too long for the superblock, only
+    /// the stored part is compared. The name of the arena's file is a hash of the whole path.
+    pub fn is_for_backing(&self, path: &[u8]) -> bool {
+        cut_path(&self.backing_path, PATH_MAX) == cut_path(path, PATH_MAX)
+    }
+
     /// Decodes and checks a superblock, the first page of an arena. The version is checked before the checksum: an
     /// arena of another version is reported as such, and not as damaged.
     pub fn decode(bytes: &[u8]) -> Result<Self, FormatError> {
@@ -188,9 +194,14 @@ fn decode_geometry(page: &[u8; SUPERBLOCK_BYTES]) -> Result<Geometry, FormatErro
     Ok(geometry)
 }
 
+/// Returns the first `len_max` bytes of a path, the part that a superblock stores.
+fn cut_path(path: &[u8], len_max: usize) -> &[u8] {
+    &path[..path.len().min(len_max)]
+}
+
 /// Stores a path after its length, which takes 4 bytes. A path of more than `len_max` bytes is cut.
 fn put_path(page: &mut [u8], offset: usize, path: &[u8], len_max: usize) {
-    let stored_path = &path[..path.len().min(len_max)];
+    let stored_path = cut_path(path, len_max);
     put_u32(page, offset, stored_path.len() as u32);
     put(page, offset + 4, stored_path);
 }

@@ -359,7 +359,8 @@ impl<B: Backing> Lanes<B> {
             return Ok(created);
         }
         // All lanes that do not hang have failed, so the first hanging lane that answers is used.
-        let (no_minimum, no_timeout) = (None, None);
+        let no_minimum = None;
+        let no_timeout = None;
         for lane in hanging {
             self.start_attempt(attempts, lane, no_minimum, owner, new_file)?;
         }

@@ -557,9 +557,10 @@ impl<B: Backing> Tree<B> {
     /// The directory above must exist in the backing. If the engine cannot create the object, the map is as before.
     fn create_object(&self, map: &mut Map, stub: &Stub) -> Result<()> {
         let ParentDir { dir, name } = self.find_parent(&stub.path)?;
+        // Read before the map gets the path, so that a failure leaves the map as it is.
         let link_target = match stub.kind {
-            Kind::Symlink => Some(readlinkat(&self.root, &*stub.path, Vec::new())?),
-            _ => None,
+            Kind::Symlink => readlinkat(&self.root, &*stub.path, Vec::new())?,
+            _ => Default::default(),
         };
         map.insert(stub.id, stub.kind, &stub.path)
             .map_err(|error| to_errno(&error))?;
@@ -568,13 +569,8 @@ impl<B: Backing> Tree<B> {
         let created = match stub.kind {
             Kind::Dir => namespace.mkdir(&caller, dir.inode, name, 0o700),
             Kind::Symlink => {
-                let target = link_target.expect("the target of a symbolic link was read");
-                namespace.symlink(
-                    &caller,
-                    dir.inode,
-                    name,
-                    OsStr::from_bytes(target.as_bytes()),
-                )
+                let target = OsStr::from_bytes(link_target.as_bytes());
+                namespace.symlink(&caller, dir.inode, name, target)
             }
             Kind::File => {
                 let mode = libc::S_IFREG | 0o600;

@@ -144,7 +144,8 @@ impl Network {
     /// remove the network.
     pub fn create(hosts: u8, guards: &mut Vec<Guard>) -> anyhow::Result<Self> {
         let mut network = Self { hosts: Vec::new() };
-        let (mut bridge, mut subnet) = (String::new(), String::new());
+        let mut bridge = String::new();
+        let mut subnet = String::new();
         for number in 1..=hosts {
             let namespace = Namespace::create(guards)?;
             if bridge.is_empty() {

@@ -120,25 +120,25 @@ pub fn remove_checkpoint(
     let name = &checkpoint.name;
     let removal_name = removal_name(name);
     rename_checkpoint(directory, name, &removal_name)?;
-    match check_renamed(directory, &removal_name, checkpoint) {
-        Ok(Removal::Removed) => {
+    match may_remove_renamed(directory, &removal_name, checkpoint) {
+        Ok(true) => {
             remove_renamed(directory, &removal_name, checkpoint.object)?;
             Ok(Removal::Removed)
         }
-        outcome => {
+        not_removable => {
             rename_checkpoint(directory, &removal_name, name)?;
-            outcome
+            not_removable.map(|_| Removal::Opened)
         }
     }
 }
 
-/// Returns whether a checkpoint, which has its name of a removal now, may be removed. Fails if another directory was
-/// moved to its old name after the decision.
-fn check_renamed(
+/// Returns whether a checkpoint may be removed that was renamed to `removal_name`; false if a program has opened one of
+/// its files since the decision. Fails with ESTALE if another directory had been moved to its name.
+fn may_remove_renamed(
     directory: &Directory,
     removal_name: &OsStr,
     checkpoint: &CheckpointDecision,
-) -> Result<Removal, Failure> {
+) -> Result<bool, Failure> {
     let is_same_directory = directory
         .stat_name(removal_name)?
         .is_some_and(|stat| ObjectId::from_stat(&stat) == checkpoint.object);
@@ -146,11 +146,7 @@ fn check_renamed(
         let path = directory.path().join(&checkpoint.name);
         return Err(failed(&path)(Errno::STALE).into());
     }
-    // A program may have opened a file of the checkpoint after the decision.
-    if directory.is_open(removal_name)? {
-        return Ok(Removal::Opened);
-    }
-    Ok(Removal::Removed)
+    Ok(!directory.is_open(removal_name)?)
 }
 
 /// Finishes removals that were interrupted: a checkpoint under removal was renamed first, and is recognised by its new

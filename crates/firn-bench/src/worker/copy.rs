@@ -116,7 +116,8 @@ impl Map {
     fn map_file(path: &Path, offset: u64, len: usize) -> anyhow::Result<Self> {
         let file = File::options().read(true).write(true).open(path);
         let file = file.with_context(|| format!("cannot open {}", path.display()))?;
-        let (no_access, read_write) = (ProtFlags::empty(), ProtFlags::READ | ProtFlags::WRITE);
+        let no_access = ProtFlags::empty();
+        let read_write = ProtFlags::READ | ProtFlags::WRITE;
         let reserve = MapFlags::PRIVATE | MapFlags::NORESERVE;
         let reserved_bytes = len + HUGE_BYTES;
         // SAFETY: the first mapping is new and at an address that the kernel chooses. The second mapping replaces a

@@ -504,7 +504,8 @@ impl TokenMachine {
             // The failed check or renewal is repeated later. The next renewal comes after the shortest pause, because
             // the token is lost if it is not renewed in time. A check for waiting hosts is less urgent.
             Phase::Held(held) => {
-                let (shortest_pause, longest_pause) = (RETRY.first(), RETRY.last());
+                let shortest_pause = RETRY.first();
+                let longest_pause = RETRY.last();
                 held.check_others_at = held.check_others_at.max(now + longest_pause);
                 held.renew_at = held
                     .renew_at

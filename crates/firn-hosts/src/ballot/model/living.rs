@@ -290,7 +290,8 @@ impl State {
             }
             None => return,
         }
-        let (is_open, has_created_file) = (true, false);
+        let is_open = true;
+        let has_created_file = false;
         next_state.enter(host, Phase::Joining(next_join(is_open, has_created_file)));
         push_state(next_state);
     }
